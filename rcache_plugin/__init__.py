@@ -1,0 +1,1 @@
+"""rcache: a recurrent-state cache for llama.cpp hosts."""

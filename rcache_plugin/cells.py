@@ -1,0 +1,458 @@
+"""The cell table: which sequence's state is in which cell, at which position. Needs neither ggml nor cffi.
+
+A cell is room for one sequence's whole state. Several sequences may share a cell (after `CellTable.seq_cp`) until one
+of them goes on. The table knows nothing of plans: `slots` reads it and hands it a `CellDelta` to apply.
+
+Columns are Python lists, because a step touches single entries; the set of empty cells is one big integer, so that
+"next empty cell" costs a shift instead of a scan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import CorruptTable, InvalidArgument, SeqIdError
+from .ubatch import CELL_NONE, POS_MAX, POS_NONE, SEQ_ANY, Int32Array
+
+Owners = tuple[int, ...]
+"""Sequences of one cell in ascending order; empty for an empty cell."""
+
+
+class Cell(NamedTuple):
+    """One cell as it stands."""
+
+    pos: int
+    """Position of the last token folded into the state; `POS_NONE` when empty."""
+    src: int
+    """`CELL_NONE`: whoever comes next starts from zero; else the cell itself."""
+    seq_ids: Owners
+
+
+class Columns(NamedTuple):
+    """The whole table as arrays, copied."""
+
+    pos: Int32Array
+    """int32 [size]"""
+    src: Int32Array
+    """int32 [size]"""
+    tail: Int32Array
+    """int32 [n_seq_max]: the cell of each sequence's latest state, `CELL_NONE` for an empty sequence."""
+    seq_ids: tuple[Owners, ...]
+    """[size]"""
+
+
+@dataclass(frozen=True, slots=True)
+class CellDelta:
+    """New values for the cells that one step touches: the slot's window as slices, the few others one by one.
+
+    `CellTable.apply` returns the delta that takes it back, so the cost of undoing is that of the cells touched.
+    """
+
+    head: int
+    n: int
+    rs_z: int
+    window: int
+    """First cell of the slices below."""
+    pos: list[int]
+    src: list[int]
+    owners: list[Owners] | None
+    """None: the owners stay."""
+    others: Sequence[tuple[int, int, int, Owners]] = ()
+    """(cell, pos, src, owners) outside the window."""
+    tails: Sequence[tuple[int, int]] = ()
+    """(seq_id, cell)"""
+
+
+_EPOCHS = itertools.count(1)
+"""One counter for all tables, so that a plan fits no state but the one it was made on."""
+
+
+def _span(p0: int, p1: int) -> tuple[int, int]:
+    """The half-open range of positions meant by ``[p0, p1)``, where negative is from the start, to the end."""
+    return max(p0, 0), p1 if 0 <= p1 < POS_MAX else POS_MAX + 1
+
+
+def iter_bits(mask: int) -> Iterator[int]:
+    """The set bits of `mask`, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class CellTable:
+    """`size` cells for sequences ``0 .. n_seq_max - 1`` (default: as many as cells).
+
+    Every change draws a new `epoch`; `slots.commit` refuses a plan made at another one. Raises `InvalidArgument` for a
+    size or n_seq_max below 1.
+    """
+
+    __slots__ = ("_empty", "_owners", "_pos", "_src", "_tail", "epoch", "head", "n", "n_seq_max", "rs_z", "size")
+
+    size: int
+    n_seq_max: int
+    head: int
+    """First cell of the last slot; the search for an empty cell starts here."""
+    n: int
+    """Cells in the last slot."""
+    rs_z: int
+    """Row that the last slot's new sequences read zeros from; `CELL_NONE` if none."""
+    epoch: int
+
+    def __init__(self, size: int, n_seq_max: int | None = None) -> None:
+        if size < 1:
+            raise InvalidArgument(f"size is {size}, a table needs at least 1 cell")
+        if n_seq_max is not None and n_seq_max < 1:
+            raise InvalidArgument(f"n_seq_max is {n_seq_max}, it must be at least 1")
+        self.size = size
+        self.n_seq_max = size if n_seq_max is None else n_seq_max
+        self.n = 0
+        self.rs_z = CELL_NONE
+        self.clear()
+
+    def _touch(self) -> None:
+        self.epoch = next(_EPOCHS)
+
+    # reading
+
+    @property
+    def used(self) -> int:
+        """Cells with at least one sequence."""
+        return self.size - self._empty.bit_count()
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions may be shifted: always, a state does not contain its position."""
+        return True
+
+    @property
+    def empty_mask(self) -> int:
+        """Bit i is set when cell i is empty."""
+        return self._empty
+
+    def cell(self, cell_id: int) -> Cell:
+        """Cell `cell_id`. Raises `InvalidArgument` outside ``0 <= cell_id < size``."""
+        if not 0 <= cell_id < self.size:
+            raise InvalidArgument(f"cell {cell_id} is outside the table of {self.size} cells")
+        return Cell(self._pos[cell_id], self._src[cell_id], self._owners[cell_id])
+
+    def tail(self, seq_id: int) -> int:
+        """The cell of a sequence's state; `CELL_NONE` for an empty sequence. Raises `SeqIdError`."""
+        return self._tail[self.check_seq_id(seq_id)]
+
+    def columns(self) -> Columns:
+        """A copy of the whole table as arrays."""
+        return Columns(
+            np.array(self._pos, dtype=np.int32),
+            np.array(self._src, dtype=np.int32),
+            np.array(self._tail, dtype=np.int32),
+            tuple(self._owners),
+        )
+
+    def raw(self) -> tuple[list[int], list[int], list[Owners], list[int]]:
+        """The columns pos, src, owners and tail themselves, for the planner, which only reads them."""
+        return self._pos, self._src, self._owners, self._tail
+
+    def check_seq_id(self, seq_id: int, what: str = "seq_id") -> int:
+        """`seq_id`, if it is one. Raises `SeqIdError` with the id and the limit."""
+        if not 0 <= seq_id < self.n_seq_max:
+            raise SeqIdError(seq_id, self.n_seq_max, what)
+        return seq_id
+
+    def next_empty(self, start: int, empty: int | None = None) -> int:
+        """The first empty cell from `start` on, going round at the end; `CELL_NONE` when there is none.
+
+        `empty` stands in for the table's own mask of empty cells.
+        """
+        mask = self._empty if empty is None else empty
+        if not mask:
+            return CELL_NONE
+        after = mask >> start
+        if after:
+            return start + (after & -after).bit_length() - 1
+        return (mask & -mask).bit_length() - 1
+
+    # sequences
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        """Removes the positions ``[p0, p1)`` of a sequence; of all sequences with `SEQ_ANY`.
+
+        A state can't be erased in part: False, and nothing has changed, when the range takes some of a sequence's
+        positions but not all, and for a seq_id that cannot be. True when there was nothing to remove. `SEQ_ANY` takes
+        everything or nothing.
+        """
+        p0, p1 = _span(p0, p1)
+        if seq_id >= self.n_seq_max:
+            return False
+        if p0 >= p1:
+            return True
+        if seq_id < 0:
+            if p0 > 0 or p1 <= POS_MAX:
+                return False
+            self._drop(self._used_cells())
+            return True
+        cell_id = self._tail[seq_id]
+        if cell_id == CELL_NONE or p0 > self._pos[cell_id]:
+            return True
+        if p0 > 0 or p1 <= self._pos[cell_id]:
+            return False
+        self._leave(seq_id)
+        if not self._owners[cell_id] and cell_id < self.head:
+            self.head = cell_id  # the next search starts at the room just made
+        self._touch()
+        return True
+
+    def seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Lets `seq_id_dst` share the state of `seq_id_src`; what it had is dropped. No row is copied.
+
+        Raises `SeqIdError`, and `InvalidArgument` when ``[p0, p1)`` leaves out a part of the source's positions: the
+        state of a part does not exist.
+        """
+        self.check_seq_id(seq_id_src, "seq_id_src")
+        self.check_seq_id(seq_id_dst, "seq_id_dst")
+        if seq_id_src == seq_id_dst:
+            return
+        cell_id = self._tail[seq_id_src]
+        p0, p1 = _span(p0, p1)
+        if cell_id != CELL_NONE and (p0 > 0 or p1 <= self._pos[cell_id]):
+            raise InvalidArgument(
+                f"seq_cp of positions [{p0}, {p1}): a recurrent state can only be copied whole, sequence {seq_id_src} "
+                f"is at position {self._pos[cell_id]}"
+            )
+        self._leave(seq_id_dst)
+        if cell_id != CELL_NONE:
+            self._join(seq_id_dst, cell_id)
+        self._touch()
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drops every sequence but this one. Raises `SeqIdError`."""
+        kept = self._tail[self.check_seq_id(seq_id)]
+        pos = self._pos[kept] if kept != CELL_NONE else POS_NONE
+        src = self._src[kept] if kept != CELL_NONE else CELL_NONE
+        head = self.head
+        self.clear()
+        if kept != CELL_NONE:
+            self._pos[kept] = pos
+            self._src[kept] = src
+            self._join(seq_id, kept)
+        # the next search starts at the first cell that is not the kept one
+        self.head = min(head, 1 if kept == 0 else 0)
+
+    def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
+        """Adds `shift` to the position of a sequence if that is in ``[p0, p1)``; the state itself has no position.
+
+        Sequences that share the cell are shifted with it. Raises `SeqIdError`, and `InvalidArgument` when the result
+        is negative or too large; then nothing has changed.
+        """
+        self._move_pos(seq_id, p0, p1, lambda pos: pos + shift, f"seq_add by {shift}")
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divides the position of a sequence by `d`, rounding down, if it is in ``[p0, p1)``.
+
+        Sequences that share the cell are moved with it. Raises `SeqIdError`, and `InvalidArgument` for ``d < 1``.
+        """
+        if d < 1:
+            raise InvalidArgument(f"seq_div by {d}: the divisor must be at least 1")
+        self._move_pos(seq_id, p0, p1, lambda pos: pos // d, f"seq_div by {d}")
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """Smallest position that the sequence can be asked for: the same as `seq_pos_max`, a state has only one."""
+        return self.seq_pos_max(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """Position of the last token in the sequence's state; `POS_NONE` when it is empty. Raises `SeqIdError`."""
+        cell_id = self.tail(seq_id)
+        return POS_NONE if cell_id == CELL_NONE else self._pos[cell_id]
+
+    def clear(self) -> None:
+        """Forgets every sequence. Rows of a buffer are not the table's business: new sequences start from zero."""
+        self._pos = [POS_NONE] * self.size
+        self._src = [CELL_NONE] * self.size
+        self._owners: list[Owners] = [()] * self.size
+        self._tail = [CELL_NONE] * self.n_seq_max
+        self._empty = (1 << self.size) - 1
+        self.head = 0
+        self._touch()
+
+    def resize(self, n_cells: int, n_seq_max: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Changes the number of cells and keeps every state; returns which rows are to be moved, as (old, new) cells.
+
+        States beyond the new end move to the first empty cells; the others stay. `n_seq_max` defaults to the larger of
+        what it was and `n_cells`. The slot of the last step is forgotten. Raises `InvalidArgument`, with nothing
+        changed, when the states or the ids in use do not fit.
+        """
+        if n_seq_max is None:
+            n_seq_max = max(self.n_seq_max, n_cells)
+        if n_cells < max(self.used, 1):
+            raise InvalidArgument(f"{self.used} cells are in use, they do not fit into {n_cells}")
+        live = [seq_id for seq_id, cell_id in enumerate(self._tail) if cell_id != CELL_NONE]
+        if n_seq_max < max(live, default=0) + 1:
+            raise InvalidArgument(f"n_seq_max={n_seq_max} is too small, sequence {max(live, default=0)} is in use")
+        beyond = [cell_id for cell_id in self._used_cells() if cell_id >= n_cells]
+        moves = tuple(zip(beyond, iter_bits(self._empty), strict=False))
+        new_place = dict(moves)
+        kept = [
+            (new_place.get(cell_id, cell_id), self._pos[cell_id], self._src[cell_id], self._owners[cell_id])
+            for cell_id in self._used_cells()
+        ]
+        head = self.head if self.head < n_cells else 0
+        self.size, self.n_seq_max = n_cells, n_seq_max
+        self.n, self.rs_z = 0, CELL_NONE
+        self.clear()
+        self.head = head
+        for cell_id, pos, src, owners in kept:
+            self._pos[cell_id] = pos
+            self._src[cell_id] = cell_id if src != CELL_NONE else CELL_NONE
+            for seq_id in owners:
+                self._join(seq_id, cell_id)
+        return moves
+
+    def drop_cells(self, cell_ids: Iterable[int]) -> None:
+        """Removes every sequence of these cells and what is known of their rows: whoever comes next starts from zero.
+
+        Raises `InvalidArgument` for a cell outside the table, with nothing changed.
+        """
+        ids = list(cell_ids)
+        for cell_id in ids:
+            self.cell(cell_id)
+        self._drop(ids)
+
+    def copy(self) -> CellTable:
+        """A table of its own with the same content and epoch."""
+        other = CellTable(self.size, self.n_seq_max)
+        other._pos, other._src, other._tail = self._pos.copy(), self._src.copy(), self._tail.copy()
+        other._owners, other._empty = self._owners.copy(), self._empty
+        other.head, other.n, other.rs_z, other.epoch = self.head, self.n, self.rs_z, self.epoch
+        return other
+
+    # steps
+
+    def new_epoch(self) -> int:
+        """An epoch that no state of this table has had."""
+        return next(_EPOCHS)
+
+    def apply(self, delta: CellDelta, epoch: int) -> CellDelta:
+        """Writes the new values and takes on `epoch`; returns the delta that takes it back.
+
+        Only for values that were planned on this very state, see `slots.commit`.
+        """
+        pos, src, owners, tail = self._pos, self._src, self._owners, self._tail
+        first, end = delta.window, delta.window + len(delta.pos)
+        undo_owners = None
+        undo_others = []
+        for cell_id, new_pos, new_src, new_owners in delta.others:
+            undo_others.append((cell_id, pos[cell_id], src[cell_id], owners[cell_id]))
+            pos[cell_id], src[cell_id] = new_pos, new_src
+            self._set_owners(cell_id, new_owners)
+        if delta.owners is not None:
+            undo_owners = owners[first:end]
+            for cell_id, new_owners in enumerate(delta.owners, first):
+                if owners[cell_id] != new_owners:
+                    self._set_owners(cell_id, new_owners)
+        undo_tails = [(seq_id, tail[seq_id]) for seq_id, _ in delta.tails]
+        for seq_id, cell_id in delta.tails:
+            tail[seq_id] = cell_id
+        undo = CellDelta(self.head, self.n, self.rs_z, first, pos[first:end], src[first:end], undo_owners, undo_others,
+                         undo_tails)
+        pos[first:end] = delta.pos
+        src[first:end] = delta.src
+        self.head, self.n, self.rs_z, self.epoch = delta.head, delta.n, delta.rs_z, epoch
+        return undo
+
+    def check(self) -> None:
+        """Verifies every invariant of the table. Raises `CorruptTable` with the first that does not hold."""
+        for problem in self._problems():
+            raise CorruptTable(problem)
+
+    def _problems(self) -> Iterator[str]:
+        for name, column, length in (
+            ("pos", self._pos, self.size), ("src", self._src, self.size), ("owners", self._owners, self.size),
+            ("tail", self._tail, self.n_seq_max),
+        ):
+            if len(column) != length:  # type: ignore[arg-type]
+                yield f"column {name} has {len(column)} entries instead of {length}"  # type: ignore[arg-type]
+        empty = sum(1 << i for i, owners in enumerate(self._owners) if not owners)
+        if empty != self._empty:
+            yield f"the mask of empty cells is {self._empty:#x}, counted {empty:#x}"
+        tails = [CELL_NONE] * self.n_seq_max
+        for i, owners in enumerate(self._owners):
+            if list(owners) != sorted(set(owners)):
+                yield f"cell {i} has owners {owners}, not in ascending order or repeated"
+            if bool(owners) != (self._pos[i] != POS_NONE):
+                yield f"cell {i} is at position {self._pos[i]} with owners {owners}"
+            if not POS_NONE <= self._pos[i] <= POS_MAX:
+                yield f"cell {i} is at position {self._pos[i]}"
+            if self._src[i] not in (CELL_NONE, i):
+                yield f"cell {i} still has the source {self._src[i]}"
+            if owners and self._src[i] == CELL_NONE:
+                yield f"cell {i} has owners {owners} and no state"
+            for seq_id in owners:
+                if not 0 <= seq_id < self.n_seq_max:
+                    yield f"cell {i} belongs to sequence {seq_id}, but n_seq_max is {self.n_seq_max}"
+                elif tails[seq_id] != CELL_NONE:
+                    yield f"sequence {seq_id} is in the cells {tails[seq_id]} and {i}"
+                else:
+                    tails[seq_id] = i
+        for seq_id, (found, kept) in enumerate(zip(tails, self._tail, strict=False)):
+            if found != kept:
+                yield f"the tail of sequence {seq_id} is {kept}, but its cell is {found}"
+        if not 0 <= self.head < self.size:
+            yield f"head is {self.head} of {self.size} cells"
+        if self.n < 0 or self.n > self.size or not CELL_NONE <= self.rs_z < self.size:
+            yield f"n is {self.n}, rs_z is {self.rs_z}, of {self.size} cells"
+
+    # single entries
+
+    def _used_cells(self) -> Iterator[int]:
+        return iter_bits(((1 << self.size) - 1) ^ self._empty)
+
+    def _set_owners(self, cell_id: int, owners: Owners) -> None:
+        if bool(owners) != bool(self._owners[cell_id]):
+            self._empty ^= 1 << cell_id
+        self._owners[cell_id] = owners
+
+    def _join(self, seq_id: int, cell_id: int) -> None:
+        self._set_owners(cell_id, tuple(sorted((*self._owners[cell_id], seq_id))))
+        self._tail[seq_id] = cell_id
+
+    def _leave(self, seq_id: int) -> None:
+        """Takes a sequence out of its cell, if it has one; a cell that nobody has left is empty."""
+        cell_id = self._tail[seq_id]
+        if cell_id == CELL_NONE:
+            return
+        self._tail[seq_id] = CELL_NONE
+        self._set_owners(cell_id, tuple(s for s in self._owners[cell_id] if s != seq_id))
+        if not self._owners[cell_id]:
+            self._pos[cell_id] = POS_NONE
+            self._src[cell_id] = CELL_NONE
+
+    def _drop(self, cell_ids: Iterable[int]) -> None:
+        first = self.size
+        for cell_id in cell_ids:
+            for seq_id in self._owners[cell_id]:
+                self._tail[seq_id] = CELL_NONE
+            self._set_owners(cell_id, ())
+            self._pos[cell_id] = POS_NONE
+            self._src[cell_id] = CELL_NONE
+            first = min(first, cell_id)
+        self.head = min(self.head, first)
+        self._touch()
+
+    def _move_pos(self, seq_id: int, p0: int, p1: int, moved: Callable[[int], int], what: str) -> None:
+        cell_id = self.tail(seq_id)
+        p0, p1 = _span(p0, p1)
+        if cell_id == CELL_NONE or not p0 <= self._pos[cell_id] < p1:
+            return
+        pos = moved(self._pos[cell_id])
+        if not 0 <= pos <= POS_MAX:
+            raise InvalidArgument(
+                f"{what} would move sequence {seq_id} from position {self._pos[cell_id]} to {pos}; "
+                f"positions run from 0 to {POS_MAX}"
+            )
+        self._pos[cell_id] = pos
+        self._touch()

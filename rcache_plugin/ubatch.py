@@ -1,0 +1,165 @@
+"""The equal-length micro-batch that a slot is found for, and the only sentinels. Needs neither ggml nor cffi."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidArgument
+
+POS_NONE = -1
+"""Position of a cell that holds nothing."""
+CELL_NONE = -1
+"""No cell: the tail of an empty sequence, the source of a state that starts from zero."""
+SEQ_ANY = -1
+"""Every sequence; only where a docstring allows it."""
+POS_MAX = 2**31 - 1
+"""Largest position that the C interface can carry."""
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+def _frozen(values: Any, dtype: Any, what: str, n_rows: int) -> npt.NDArray[Any]:
+    """A private, read-only array of `n_rows` rows."""
+    array = np.array(values, dtype=dtype)
+    if array.ndim == 0 or array.shape[0] != n_rows:
+        raise InvalidArgument(f"{what} has shape {array.shape}, expected {n_rows} rows")
+    array.setflags(write=False)
+    return array
+
+
+def seq_id_set(seq_ids: Iterable[int]) -> tuple[int, ...]:
+    """A set of sequence ids as a tuple, order kept. Raises `InvalidArgument`: empty, negative or repeated ids."""
+    ids = tuple(int(seq_id) for seq_id in seq_ids)
+    if not ids:
+        raise InvalidArgument("a token needs at least one sequence id")
+    if min(ids) < 0:
+        raise InvalidArgument(f"sequence ids must not be negative: {ids}")
+    if len(set(ids)) != len(ids):
+        raise InvalidArgument(f"a sequence id is repeated: {ids}")
+    return ids
+
+
+class UBatch:
+    """`n_seqs` sequence sets with `n_seq_tokens` tokens each, set after set. Read-only.
+
+    Raises `InvalidArgument` when it is empty, a length does not fit, a sequence id is negative or stands in two sets
+    (their states would have to be in two cells), or a position is negative.
+    """
+
+    __slots__ = (
+        "batch_index",
+        "embd",
+        "n_seq_tokens",
+        "n_seqs",
+        "n_tokens",
+        "output",
+        "owners",
+        "pos",
+        "pos_last",
+        "primary",
+        "seq_ids",
+        "shared",
+        "token",
+    )
+
+    n_seqs: int
+    n_seq_tokens: int
+    n_tokens: int
+    """``n_seqs * n_seq_tokens``."""
+    seq_ids: tuple[tuple[int, ...], ...]
+    """Ids of each set, [n_seqs][>= 1]; the first names the set."""
+    primary: list[int]
+    """First id of each set, [n_seqs]."""
+    owners: list[tuple[int, ...]]
+    """Ids of each set in ascending order, [n_seqs]: what a cell remembers."""
+    shared: bool
+    """Whether any set has more than one id."""
+    pos: Int32Array
+    """Token positions, int32 [n_tokens]."""
+    pos_last: list[int]
+    """Position of each set's last token, [n_seqs]."""
+    token: Int32Array | None
+    """Token ids, int32 [n_tokens]; None when the input is embeddings or unknown."""
+    embd: Float32Array | None
+    """Embeddings, float32 [n_tokens, n_embd]."""
+    output: BoolArray | None
+    """Whether a token's output is wanted, bool [n_tokens]."""
+    batch_index: Int32Array | None
+    """Where each token stands in the caller's batch, int32 [n_tokens]."""
+
+    def __init__(
+        self,
+        seq_ids: Sequence[Sequence[int]],
+        pos: npt.ArrayLike,
+        token: npt.ArrayLike | None = None,
+        embd: npt.ArrayLike | None = None,
+        output: npt.ArrayLike | None = None,
+        batch_index: npt.ArrayLike | None = None,
+    ) -> None:
+        sets = tuple(seq_id_set(ids) for ids in seq_ids)
+        n_seqs = len(sets)
+        if not n_seqs:
+            raise InvalidArgument("a ubatch needs at least one sequence")
+        shared = any(len(ids) > 1 for ids in sets)
+        primary = [ids[0] for ids in sets]
+        flat = [seq_id for ids in sets for seq_id in ids] if shared else primary
+        if len(set(flat)) != len(flat):
+            raise InvalidArgument(f"a sequence id stands in two sets of one ubatch: {sets}")
+        n_tokens = int(np.size(pos))
+        if n_tokens == 0 or n_tokens % n_seqs:
+            raise InvalidArgument(f"{n_tokens} positions can't be shared out among {n_seqs} sequences")
+        if token is not None and embd is not None:
+            raise InvalidArgument("the input is tokens or embeddings, not both")
+        positions = np.array(pos, dtype=np.int64)
+        if positions.ndim != 1 or positions.min() < 0 or positions.max() > POS_MAX:
+            raise InvalidArgument(f"positions must be a flat list of numbers from 0 to {POS_MAX}")
+        n_seq_tokens = n_tokens // n_seqs
+
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("seq_ids", sets)
+        put("n_seqs", n_seqs)
+        put("n_seq_tokens", n_seq_tokens)
+        put("n_tokens", n_tokens)
+        put("primary", primary)
+        put("owners", [tuple(sorted(ids)) for ids in sets] if shared else list(sets))
+        put("shared", shared)
+        put("pos", _frozen(positions, np.int32, "pos", n_tokens))
+        put("pos_last", [int(p) for p in positions[n_seq_tokens - 1 :: n_seq_tokens]])
+        put("token", None if token is None else _frozen(token, np.int32, "token", n_tokens))
+        put("embd", None if embd is None else _frozen(embd, np.float32, "embd", n_tokens))
+        put("output", None if output is None else _frozen(output, np.bool_, "output", n_tokens))
+        put("batch_index", None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", n_tokens))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a UBatch is read-only ({name})")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"UBatch(seq_ids={self.seq_ids}, n_seq_tokens={self.n_seq_tokens}, pos_last={self.pos_last})"
+
+    @classmethod
+    def single(cls, seq_id: int, pos0: int, n_tokens: int = 1, token: npt.ArrayLike | None = None) -> UBatch:
+        """`n_tokens` tokens of one sequence from position `pos0` on."""
+        return cls([(seq_id,)], np.arange(pos0, pos0 + n_tokens), token)
+
+    @property
+    def n_outputs(self) -> int:
+        """Tokens whose output is wanted."""
+        return 0 if self.output is None else int(np.count_nonzero(self.output))
+
+    def same_as(self, other: UBatch) -> bool:
+        """Whether both ask for the same slot: the same sets, in the same order, at the same positions."""
+        return self is other or (
+            self.n_seq_tokens == other.n_seq_tokens
+            and self.seq_ids == other.seq_ids
+            and self.pos_last == other.pos_last
+        )
