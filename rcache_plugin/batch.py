@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidArgument
-from .ubatch import POS_MAX, BoolArray, Float32Array, Int32Array, UBatch, seq_id_set
+from .ubatch import BoolArray, Float32Array, Int32Array, UBatch, int32_positions, seq_id_set
 
 
 class Batch:
@@ -64,14 +64,11 @@ class Batch:
             )
         if pos is None:
             pos = _counted_positions(self.seq_ids)
-        positions = np.array(pos, dtype=np.int64)
+        self.pos = int32_positions(pos)
         wanted = _last_of_each_set(self.seq_ids) if output is None else np.array(output, dtype=np.bool_)
-        for what, length in (("seq_ids", len(self.seq_ids)), ("pos", positions.size), ("output", wanted.size)):
+        for what, length in (("seq_ids", len(self.seq_ids)), ("pos", self.pos.size), ("output", wanted.size)):
             if length != self.n_tokens:
                 raise InvalidArgument(f"{what} has {length} entries for {self.n_tokens} tokens")
-        if positions.min() < 0 or positions.max() > POS_MAX:
-            raise InvalidArgument(f"positions run from 0 to {POS_MAX}, found {positions.min()} .. {positions.max()}")
-        self.pos = positions.astype(np.int32)
         self.output = wanted
 
     def ubatch(self, sets: Sequence[Sequence[int]]) -> UBatch:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import CorruptTable, InvalidArgument, SeqIdError
-from .ubatch import CELL_NONE, POS_MAX, POS_NONE, SEQ_ANY, Int32Array
+from .ubatch import CELL_NONE, POS_MAX, POS_NONE, Int32Array
 
 Owners = tuple[int, ...]
 """Sequences of one cell in ascending order; empty for an empty cell."""
@@ -135,6 +135,10 @@ class CellTable:
         """Bit i is set when cell i is empty."""
         return self._empty
 
+    def used_cells(self) -> Iterator[int]:
+        """The cells with at least one sequence, ascending."""
+        return iter_bits(((1 << self.size) - 1) ^ self._empty)
+
     def cell(self, cell_id: int) -> Cell:
         """Cell `cell_id`. Raises `InvalidArgument` outside ``0 <= cell_id < size``."""
         if not 0 <= cell_id < self.size:
@@ -194,7 +198,7 @@ class CellTable:
         if seq_id < 0:
             if p0 > 0 or p1 <= POS_MAX:
                 return False
-            self._drop(self._used_cells())
+            self._drop(self.used_cells())
             return True
         cell_id = self._tail[seq_id]
         if cell_id == CELL_NONE or p0 > self._pos[cell_id]:
@@ -293,12 +297,12 @@ class CellTable:
         live = [seq_id for seq_id, cell_id in enumerate(self._tail) if cell_id != CELL_NONE]
         if n_seq_max < max(live, default=0) + 1:
             raise InvalidArgument(f"n_seq_max={n_seq_max} is too small, sequence {max(live, default=0)} is in use")
-        beyond = [cell_id for cell_id in self._used_cells() if cell_id >= n_cells]
+        beyond = [cell_id for cell_id in self.used_cells() if cell_id >= n_cells]
         moves = tuple(zip(beyond, iter_bits(self._empty), strict=False))
         new_place = dict(moves)
         kept = [
             (new_place.get(cell_id, cell_id), self._pos[cell_id], self._src[cell_id], self._owners[cell_id])
-            for cell_id in self._used_cells()
+            for cell_id in self.used_cells()
         ]
         head = self.head if self.head < n_cells else 0
         self.size, self.n_seq_max = n_cells, n_seq_max
@@ -374,8 +378,8 @@ class CellTable:
             ("pos", self._pos, self.size), ("src", self._src, self.size), ("owners", self._owners, self.size),
             ("tail", self._tail, self.n_seq_max),
         ):
-            if len(column) != length:  # type: ignore[arg-type]
-                yield f"column {name} has {len(column)} entries instead of {length}"  # type: ignore[arg-type]
+            if len(column) != length:
+                yield f"column {name} has {len(column)} entries instead of {length}"
         empty = sum(1 << i for i, owners in enumerate(self._owners) if not owners)
         if empty != self._empty:
             yield f"the mask of empty cells is {self._empty:#x}, counted {empty:#x}"
@@ -407,9 +411,6 @@ class CellTable:
             yield f"n is {self.n}, rs_z is {self.rs_z}, of {self.size} cells"
 
     # single entries
-
-    def _used_cells(self) -> Iterator[int]:
-        return iter_bits(((1 << self.size) - 1) ^ self._empty)
 
     def _set_owners(self, cell_id: int, owners: Owners) -> None:
         if bool(owners) != bool(self._owners[cell_id]):

@@ -33,14 +33,26 @@ def _frozen(values: Any, dtype: Any, what: str, n_rows: int) -> npt.NDArray[Any]
     return array
 
 
+def int32_positions(pos: npt.ArrayLike) -> Int32Array:
+    """A private, read-only copy of token positions. Raises `InvalidArgument`: not flat, negative, above `POS_MAX`."""
+    values = np.asarray(pos)
+    if values.dtype != np.int32:
+        values = np.asarray(pos, dtype=np.int64)
+    if values.ndim != 1 or (len(values) and not 0 <= int(values.min()) <= int(values.max()) <= POS_MAX):
+        raise InvalidArgument(f"positions must be a flat list of numbers from 0 to {POS_MAX}")
+    positions = values.astype(np.int32)
+    positions.setflags(write=False)
+    return positions
+
+
 def seq_id_set(seq_ids: Iterable[int]) -> tuple[int, ...]:
     """A set of sequence ids as a tuple, order kept. Raises `InvalidArgument`: empty, negative or repeated ids."""
-    ids = tuple(int(seq_id) for seq_id in seq_ids)
+    ids = tuple([int(seq_id) for seq_id in seq_ids])
     if not ids:
         raise InvalidArgument("a token needs at least one sequence id")
     if min(ids) < 0:
         raise InvalidArgument(f"sequence ids must not be negative: {ids}")
-    if len(set(ids)) != len(ids):
+    if len(ids) > 1 and len(set(ids)) != len(ids):
         raise InvalidArgument(f"a sequence id is repeated: {ids}")
     return ids
 
@@ -102,41 +114,37 @@ class UBatch:
         output: npt.ArrayLike | None = None,
         batch_index: npt.ArrayLike | None = None,
     ) -> None:
-        sets = tuple(seq_id_set(ids) for ids in seq_ids)
+        sets = tuple([seq_id_set(ids) for ids in seq_ids])
         n_seqs = len(sets)
         if not n_seqs:
             raise InvalidArgument("a ubatch needs at least one sequence")
-        shared = any(len(ids) > 1 for ids in sets)
         primary = [ids[0] for ids in sets]
-        flat = [seq_id for ids in sets for seq_id in ids] if shared else primary
+        flat = [seq_id for ids in sets for seq_id in ids]
         if len(set(flat)) != len(flat):
             raise InvalidArgument(f"a sequence id stands in two sets of one ubatch: {sets}")
-        n_tokens = int(np.size(pos))
+        shared = len(flat) > n_seqs
+        positions = int32_positions(pos)
+        n_tokens = len(positions)
         if n_tokens == 0 or n_tokens % n_seqs:
             raise InvalidArgument(f"{n_tokens} positions can't be shared out among {n_seqs} sequences")
         if token is not None and embd is not None:
             raise InvalidArgument("the input is tokens or embeddings, not both")
-        positions = np.array(pos, dtype=np.int64)
-        if positions.ndim != 1 or positions.min() < 0 or positions.max() > POS_MAX:
-            raise InvalidArgument(f"positions must be a flat list of numbers from 0 to {POS_MAX}")
         n_seq_tokens = n_tokens // n_seqs
-
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("seq_ids", sets)
-        put("n_seqs", n_seqs)
-        put("n_seq_tokens", n_seq_tokens)
-        put("n_tokens", n_tokens)
-        put("primary", primary)
-        put("owners", [tuple(sorted(ids)) for ids in sets] if shared else list(sets))
-        put("shared", shared)
-        put("pos", _frozen(positions, np.int32, "pos", n_tokens))
-        put("pos_last", [int(p) for p in positions[n_seq_tokens - 1 :: n_seq_tokens]])
-        put("token", None if token is None else _frozen(token, np.int32, "token", n_tokens))
-        put("embd", None if embd is None else _frozen(embd, np.float32, "embd", n_tokens))
-        put("output", None if output is None else _frozen(output, np.bool_, "output", n_tokens))
-        put("batch_index", None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", n_tokens))
+        put = object.__setattr__
+        put(self, "seq_ids", sets)
+        put(self, "n_seqs", n_seqs)
+        put(self, "n_seq_tokens", n_seq_tokens)
+        put(self, "n_tokens", n_tokens)
+        put(self, "primary", primary)
+        put(self, "owners", [tuple(sorted(ids)) for ids in sets] if shared else list(sets))
+        put(self, "shared", shared)
+        put(self, "pos", positions)
+        put(self, "pos_last", positions[n_seq_tokens - 1 :: n_seq_tokens].tolist())
+        put(self, "token", None if token is None else _frozen(token, np.int32, "token", n_tokens))
+        put(self, "embd", None if embd is None else _frozen(embd, np.float32, "embd", n_tokens))
+        put(self, "output", None if output is None else _frozen(output, np.bool_, "output", n_tokens))
+        index = None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", n_tokens)
+        put(self, "batch_index", index)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a UBatch is read-only ({name})")

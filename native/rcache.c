@@ -1,0 +1,327 @@
+/*
+ * The C side of the table's callbacks: each operation checks that there is still a Python object to answer it, and
+ * refuses otherwise. s_copy and s_mask, called once a cell and ubatch, read the published plan without entering Python.
+ */
+
+#include "rcache_plugin.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "rcache_handle.h"
+#include "rcache_callbacks.h"
+
+struct rcache_handle {
+    struct rcache_vtable table;
+    uint64_t key;
+    atomic_int holders;   /* Python and the host; the last one to let go frees */
+    atomic_int open;
+    int32_t s_copy_in_python;
+    int32_t s_mask_in_python;
+    int32_t plan_n;
+    int32_t plan_room;
+    int32_t * plan_s_copy;
+    float   * plan_s_mask;
+    pthread_mutex_t error_lock;
+    char * error;
+};
+
+static atomic_int python_alive;
+static atomic_int calls_under_way;
+static _Thread_local char factory_error[1024];
+
+int32_t rcache_python_alive(int32_t alive, int32_t timeout_ms) {
+    atomic_store(&python_alive, alive);
+    for (int32_t waited = 0; !alive && atomic_load(&calls_under_way) > 0 && waited < timeout_ms; waited++) {
+        nanosleep(&(struct timespec) { .tv_nsec = 1000000 }, NULL);
+    }
+    return atomic_load(&calls_under_way);
+}
+
+/* The count comes before the test, so that rcache_python_alive(0) either sees this call or is seen by it. */
+static int enter(const struct rcache_handle * handle) {
+    atomic_fetch_add(&calls_under_way, 1);
+    if (atomic_load(&python_alive) && (!handle || atomic_load(&handle->open))) {
+        return 1;
+    }
+    atomic_fetch_sub(&calls_under_way, 1);
+    return 0;
+}
+
+static void leave(void) {
+    atomic_fetch_sub(&calls_under_way, 1);
+}
+
+#define CALL_PYTHON(user, call)                          \
+    const struct rcache_handle * handle = user;          \
+    if (!enter(handle)) { return RCACHE_STATUS_CLOSED; } \
+    const int32_t status = call;                         \
+    leave();                                             \
+    return status
+
+static int32_t op_prepare(void * user, const struct rcache_ubatch * ubatches, uint32_t n_ubatches) {
+    CALL_PYTHON(user, rcache_py_prepare(handle->key, ubatches, n_ubatches));
+}
+
+static int32_t op_find_slot(void * user, const struct rcache_ubatch * ubatch, struct rcache_slot * slot) {
+    CALL_PYTHON(user, rcache_py_find_slot(handle->key, ubatch, slot));
+}
+
+static int32_t op_discard_slot(void * user) {
+    CALL_PYTHON(user, rcache_py_discard_slot(handle->key));
+}
+
+static int32_t op_seq_rm(void * user, int32_t seq_id, int32_t p0, int32_t p1) {
+    CALL_PYTHON(user, rcache_py_seq_rm(handle->key, seq_id, p0, p1));
+}
+
+static int32_t op_seq_cp(void * user, int32_t seq_id_src, int32_t seq_id_dst, int32_t p0, int32_t p1) {
+    CALL_PYTHON(user, rcache_py_seq_cp(handle->key, seq_id_src, seq_id_dst, p0, p1));
+}
+
+static int32_t op_seq_keep(void * user, int32_t seq_id) {
+    CALL_PYTHON(user, rcache_py_seq_keep(handle->key, seq_id));
+}
+
+static int32_t op_seq_add(void * user, int32_t seq_id, int32_t p0, int32_t p1, int32_t shift) {
+    CALL_PYTHON(user, rcache_py_seq_add(handle->key, seq_id, p0, p1, shift));
+}
+
+static int32_t op_seq_div(void * user, int32_t seq_id, int32_t p0, int32_t p1, int32_t d) {
+    CALL_PYTHON(user, rcache_py_seq_div(handle->key, seq_id, p0, p1, d));
+}
+
+static int32_t op_seq_pos_min(void * user, int32_t seq_id, int32_t * pos) {
+    CALL_PYTHON(user, rcache_py_seq_pos_min(handle->key, seq_id, pos));
+}
+
+static int32_t op_seq_pos_max(void * user, int32_t seq_id, int32_t * pos) {
+    CALL_PYTHON(user, rcache_py_seq_pos_max(handle->key, seq_id, pos));
+}
+
+static int32_t op_clear(void * user, int32_t data) {
+    CALL_PYTHON(user, rcache_py_clear(handle->key, data));
+}
+
+static int32_t op_get_can_shift(void * user) {
+    CALL_PYTHON(user, rcache_py_get_can_shift(handle->key));
+}
+
+static int32_t op_info(void * user, struct rcache_info * info) {
+    CALL_PYTHON(user, rcache_py_info(handle->key, info));
+}
+
+static int32_t op_r_tensor(void * user, int32_t il, void ** tensor) {
+    CALL_PYTHON(user, rcache_py_r_tensor(handle->key, il, tensor));
+}
+
+static int32_t op_s_tensor(void * user, int32_t il, void ** tensor) {
+    CALL_PYTHON(user, rcache_py_s_tensor(handle->key, il, tensor));
+}
+
+static int32_t op_state_write(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags) {
+    CALL_PYTHON(user, rcache_py_state_write(handle->key, io, seq_id, flags));
+}
+
+static int32_t op_state_read(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags) {
+    CALL_PYTHON(user, rcache_py_state_read(handle->key, io, seq_id, flags));
+}
+
+static int32_t op_s_copy(void * user, int32_t i) {
+    const struct rcache_handle * handle = user;
+    if (handle->s_copy_in_python) {
+        if (!enter(handle)) {
+            return -1;
+        }
+        const int32_t row = rcache_py_s_copy(handle->key, i);
+        leave();
+        return row;
+    }
+    return atomic_load(&handle->open) && i >= 0 && i < handle->plan_n ? handle->plan_s_copy[i] : -1;
+}
+
+static float op_s_mask(void * user, int32_t i) {
+    const struct rcache_handle * handle = user;
+    if (handle->s_mask_in_python) {
+        if (!enter(handle)) {
+            return NAN;
+        }
+        const float keep = rcache_py_s_mask(handle->key, i);
+        leave();
+        return keep;
+    }
+    return atomic_load(&handle->open) && i >= 0 && i < handle->plan_n ? handle->plan_s_mask[i] : NAN;
+}
+
+static int32_t copy_text(const char * text, char * buf, uint32_t n_buf) {
+    const size_t length = strlen(text);
+    if (buf && n_buf > 0) {
+        const size_t kept = length < n_buf ? length : n_buf - 1;
+        memcpy(buf, text, kept);
+        buf[kept] = 0;
+    }
+    return (int32_t) length;
+}
+
+static int32_t op_last_error(void * user, char * buf, uint32_t n_buf) {
+    struct rcache_handle * handle = user;
+    pthread_mutex_lock(&handle->error_lock);
+    const int32_t length = copy_text(handle->error ? handle->error : "", buf, n_buf);
+    pthread_mutex_unlock(&handle->error_lock);
+    return length;
+}
+
+static void let_go(struct rcache_handle * handle) {
+    if (atomic_fetch_sub(&handle->holders, 1) > 1) {
+        return;
+    }
+    pthread_mutex_destroy(&handle->error_lock);
+    free(handle->error);
+    free(handle->plan_s_copy);
+    free(handle->plan_s_mask);
+    free(handle);
+}
+
+static void op_destroy(void * user) {
+    struct rcache_handle * handle = user;
+    if (enter(handle)) {
+        rcache_py_destroy(handle->key);
+        leave();
+    }
+    let_go(handle);
+}
+
+struct rcache_handle * rcache_handle_new(uint64_t key) {
+    struct rcache_handle * handle = calloc(1, sizeof(*handle));
+    if (!handle) {
+        return NULL;
+    }
+    if (pthread_mutex_init(&handle->error_lock, NULL) != 0) {
+        free(handle);
+        return NULL;
+    }
+    handle->key = key;
+    atomic_init(&handle->holders, 2);
+    atomic_init(&handle->open, 1);
+    handle->table = (struct rcache_vtable) {
+        .abi_version   = RCACHE_ABI_VERSION,
+        .struct_size   = sizeof(struct rcache_vtable),
+        .user          = handle,
+        .prepare       = op_prepare,
+        .find_slot     = op_find_slot,
+        .s_copy        = op_s_copy,
+        .s_mask        = op_s_mask,
+        .discard_slot  = op_discard_slot,
+        .seq_rm        = op_seq_rm,
+        .seq_cp        = op_seq_cp,
+        .seq_keep      = op_seq_keep,
+        .seq_add       = op_seq_add,
+        .seq_div       = op_seq_div,
+        .seq_pos_min   = op_seq_pos_min,
+        .seq_pos_max   = op_seq_pos_max,
+        .clear         = op_clear,
+        .get_can_shift = op_get_can_shift,
+        .info          = op_info,
+        .r_tensor      = op_r_tensor,
+        .s_tensor      = op_s_tensor,
+        .state_write   = op_state_write,
+        .state_read    = op_state_read,
+        .last_error    = op_last_error,
+        .destroy       = op_destroy,
+    };
+    return handle;
+}
+
+const struct rcache_vtable * rcache_handle_table(struct rcache_handle * handle) {
+    return &handle->table;
+}
+
+void rcache_handle_close(struct rcache_handle * handle) {
+    atomic_store(&handle->open, 0);
+    let_go(handle);
+}
+
+void rcache_handle_use_python(struct rcache_handle * handle, int32_t s_copy, int32_t s_mask) {
+    handle->s_copy_in_python = s_copy;
+    handle->s_mask_in_python = s_mask;
+}
+
+int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const int32_t * s_copy, const int32_t * src) {
+    handle->plan_n = 0;
+    if (n > handle->plan_room) {
+        int32_t * room_s_copy = realloc(handle->plan_s_copy, (size_t) n * sizeof(int32_t));
+        if (!room_s_copy) {
+            return RCACHE_STATUS_ALLOC;
+        }
+        handle->plan_s_copy = room_s_copy;
+        float * room_s_mask = realloc(handle->plan_s_mask, (size_t) n * sizeof(float));
+        if (!room_s_mask) {
+            return RCACHE_STATUS_ALLOC;
+        }
+        handle->plan_s_mask = room_s_mask;
+        handle->plan_room = n;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        handle->plan_s_copy[i] = s_copy[i];
+        handle->plan_s_mask[i] = src[i] >= 0 ? 1.0f : 0.0f;
+    }
+    handle->plan_n = n;
+    return RCACHE_STATUS_OK;
+}
+
+void rcache_handle_set_error(struct rcache_handle * handle, const char * text) {
+    const size_t n_bytes = strlen(text) + 1;
+    char * copy = malloc(n_bytes);
+    if (copy) {
+        memcpy(copy, text, n_bytes);
+    }
+    pthread_mutex_lock(&handle->error_lock);
+    free(handle->error);
+    handle->error = copy;
+    pthread_mutex_unlock(&handle->error_lock);
+}
+
+void rcache_factory_set_error(const char * text) {
+    copy_text(text, factory_error, sizeof(factory_error));
+}
+
+static int32_t factory_create(const struct rcache_spec * spec, const struct rcache_vtable ** table) {
+    if (!spec || !table) {
+        rcache_factory_set_error("create needs a spec and a place for the table");
+        return RCACHE_STATUS_INVALID;
+    }
+    *table = NULL;
+    if (spec->abi_version != RCACHE_ABI_VERSION || spec->struct_size < sizeof(*spec)) {
+        snprintf(factory_error, sizeof(factory_error),
+                 "the host speaks version %u of the interface with a spec of %u bytes, this is version %u with %zu bytes",
+                 spec->abi_version, spec->struct_size, RCACHE_ABI_VERSION, sizeof(*spec));
+        return RCACHE_STATUS_ABI;
+    }
+    if (!enter(NULL)) {
+        rcache_factory_set_error("Python has ended");
+        return RCACHE_STATUS_CLOSED;
+    }
+    const int32_t status = rcache_py_create(spec, table);
+    leave();
+    return status;
+}
+
+static int32_t factory_last_error(char * buf, uint32_t n_buf) {
+    return copy_text(factory_error, buf, n_buf);
+}
+
+static const struct rcache_factory the_factory = {
+    .abi_version = RCACHE_ABI_VERSION,
+    .struct_size = sizeof(struct rcache_factory),
+    .create      = factory_create,
+    .last_error  = factory_last_error,
+};
+
+const struct rcache_factory * rcache_factory_get(void) {
+    return &the_factory;
+}

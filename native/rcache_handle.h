@@ -1,0 +1,27 @@
+/* What the Python side uses of native/rcache.c. Read by cffi as well: declarations only. */
+
+struct rcache_handle;
+
+/* A table whose operations go to the Python object known by `key`; NULL: out of memory. Two parties hold it: Python,
+ * until rcache_handle_close, and the host, until the table's destroy. */
+struct rcache_handle * rcache_handle_new(uint64_t key);
+const struct rcache_vtable * rcache_handle_table(struct rcache_handle * handle);
+
+/* From now on every call answers RCACHE_STATUS_CLOSED. Python must not use the handle any more. */
+void rcache_handle_close(struct rcache_handle * handle);
+
+/* Sends s_copy / s_mask to Python instead of to the published plan. */
+void rcache_handle_use_python(struct rcache_handle * handle, int32_t s_copy, int32_t s_mask);
+
+/* Copies the plan that the C readers of s_copy and s_mask answer from: [n] each. n == 0: no plan. */
+int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const int32_t * s_copy, const int32_t * src);
+
+/* Keeps the text of an error for last_error. */
+void rcache_handle_set_error(struct rcache_handle * handle, const char * text);
+void rcache_factory_set_error(const char * text);
+
+const struct rcache_factory * rcache_factory_get(void);
+
+/* 1: calls go through to Python. 0: they are refused, and this waits up to timeout_ms for those under way. Returns how
+ * many were still under way. */
+int32_t rcache_python_alive(int32_t alive, int32_t timeout_ms);

@@ -1,0 +1,354 @@
+"""Makes a `RecurrentCache` callable through the C interface (``struct rcache_vtable``), and the factory.
+
+An exception never crosses into C. It is parked on the table's Python object, the call returns its status, and the
+Python code that entered C raises the original (`HostVTable.raise_pending`, which `TableClient` calls). Where nobody on
+the Python side waits for it, it is logged with its traceback; its text is had from ``last_error`` in any case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ._rcache import ffi, lib
+from .cache import RecurrentCache
+from .errors import AllocationError, InvalidArgument, RcacheError, Status, Unsupported, status_of
+from .slots import CLASSIC, COMPACT, SlotPlan
+from .spec import CacheSpec
+from .ubatch import POS_NONE, UBatch
+
+log = logging.getLogger(__name__)
+
+ABI_VERSION: int = lib.RCACHE_ABI_VERSION
+_PLACEMENT = {lib.RCACHE_PLACEMENT_CLASSIC: CLASSIC, lib.RCACHE_PLACEMENT_COMPACT: COMPACT}
+_MAX_TOKENS = 1 << 24  # of one ubatch; keeps a damaged struct from asking for gigabytes
+_EXIT_WAIT_MS = 2000
+
+_keys = itertools.count(1)
+_tables: weakref.WeakValueDictionary[int, HostVTable] = weakref.WeakValueDictionary()
+_owned_by_host: dict[int, HostVTable] = {}  # made by the factory: kept until the host destroys them
+_waiting = threading.local()
+
+
+class AwaitErrors:
+    """While inside, this thread raises what its calls into C park, so that it need not be logged as well."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _waiting.depth = getattr(_waiting, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _waiting.depth -= 1
+
+
+class HostVTable:
+    """The C table of a cache. `address` goes to the host.
+
+    `s_copy` and `s_mask` (``f(i) -> int`` and ``f(i) -> float``, i in [0, n)) answer these two calls in Python; without
+    them C reads the plan of the last slot. The table does not keep the cache open, nor does the host: once this object
+    or the cache is closed or collected, every call answers ``RCACHE_STATUS_CLOSED``. The table's memory outlives this
+    object until the host calls ``destroy``. Raises `AllocationError`.
+    """
+
+    def __init__(
+        self,
+        cache: RecurrentCache,
+        s_copy: Callable[[int], int] | None = None,
+        s_mask: Callable[[int], float] | None = None,
+    ) -> None:
+        _install()
+        self.cache = cache
+        self.key = next(_keys)
+        self.pending: BaseException | None = None
+        # the C entries reach these through `key` and this object, so nothing else has to be kept alive for C
+        self._s_copy, self._s_mask = s_copy, s_mask
+        self._handle = lib.rcache_handle_new(self.key)
+        if self._handle == ffi.NULL:
+            raise AllocationError("no memory for a table of the C interface")
+        self._release = weakref.finalize(self, _let_go, self._handle, self.key)
+        lib.rcache_handle_use_python(self._handle, s_copy is not None, s_mask is not None)
+        table = lib.rcache_handle_table(self._handle)
+        self.address = int(ffi.cast("uintptr_t", table))
+        self.user = int(ffi.cast("uintptr_t", table.user))
+        _tables[self.key] = self
+        cache.observers.add(self)
+        self.publish(cache.plan)
+
+    def close(self) -> None:
+        """Every later call through the table answers ``RCACHE_STATUS_CLOSED``. Idempotent; the cache stays open."""
+        self._release()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._release.alive
+
+    def __enter__(self) -> HostVTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def raise_pending(self) -> None:
+        """Raises the exception that the last failed call parked, if any, as it was."""
+        error, self.pending = self.pending, None
+        if error is not None:
+            raise error
+
+    def park(self, error: BaseException) -> Status:
+        """Keeps `error` for `raise_pending` and ``last_error``; returns the status that stands for it."""
+        if getattr(_waiting, "depth", 0):
+            self.pending = error
+        else:
+            level = logging.WARNING if isinstance(error, InvalidArgument) else logging.ERROR
+            log.log(level, "a call through the C interface failed: %s", error, exc_info=error)
+        text = f"{type(error).__name__}: {error}".replace("\0", "")
+        lib.rcache_handle_set_error(self._handle, text.encode("utf-8", "replace"))
+        return status_of(error)
+
+    def publish(self, plan: SlotPlan | None) -> None:
+        """Hands the plan of the cache's last slot to the C readers of s_copy and s_mask. Raises `AllocationError`."""
+        if self.closed:
+            return
+        if plan is None:
+            status = lib.rcache_handle_publish(self._handle, 0, ffi.NULL, ffi.NULL)
+        else:
+            status = lib.rcache_handle_publish(
+                self._handle, plan.n, ffi.from_buffer("int32_t[]", plan.s_copy), ffi.from_buffer("int32_t[]", plan.src)
+            )
+        if status != Status.OK:
+            raise AllocationError("no memory to publish a plan")
+
+    def answer_s_copy(self, i: int) -> int:
+        """The registered answer to s_copy, or the cache's."""
+        return int(self._s_copy(i) if self._s_copy is not None else self.cache.s_copy(i))
+
+    def answer_s_mask(self, i: int) -> float:
+        """The registered answer to s_mask, or the cache's."""
+        return float(self._s_mask(i) if self._s_mask is not None else self.cache.s_mask(i))
+
+
+def table_of(user: int) -> HostVTable | None:
+    """This process's `HostVTable` behind a ``user`` pointer of a table; None for a foreign or closed one."""
+    return next((table for table in list(_tables.values()) if table.user == user), None)
+
+
+def _let_go(handle: Any, key: int) -> None:
+    """Python's end of a table; it must not hold the `HostVTable`, whose finalizer it is."""
+    _tables.pop(key, None)
+    _owned_by_host.pop(key, None)
+    lib.rcache_handle_close(handle)
+
+
+def factory_address() -> int:
+    """Address of the ``struct rcache_factory``, with which a host written in C makes caches of its own."""
+    _install()
+    return int(ffi.cast("uintptr_t", lib.rcache_factory_get()))
+
+
+def _ubatch(c: Any) -> UBatch:
+    """A `UBatch` from ``const struct rcache_ubatch *``. Raises `InvalidArgument` for a struct that cannot be."""
+    if c == ffi.NULL:
+        raise InvalidArgument("the ubatch is NULL")
+    if c.struct_size < ffi.sizeof("struct rcache_ubatch"):
+        raise InvalidArgument(f"rcache_ubatch.struct_size is {c.struct_size}, at least "
+                              f"{ffi.sizeof('struct rcache_ubatch')} is needed")
+    n_seqs, n_tokens = c.n_seqs, c.n_seqs * c.n_seq_tokens
+    if not 0 < n_tokens <= _MAX_TOKENS:
+        raise InvalidArgument(f"a ubatch of {n_seqs} sequences with {c.n_seq_tokens} tokens each")
+    if ffi.NULL in (c.n_seq_id, c.seq_id, c.pos):
+        raise InvalidArgument("n_seq_id, seq_id or pos of the ubatch is NULL")
+    counts = ffi.unpack(c.n_seq_id, n_seqs)
+    seq_ids = []
+    for ids, count in zip(ffi.unpack(c.seq_id, n_seqs), counts, strict=True):
+        if ids == ffi.NULL or not 0 < count <= _MAX_TOKENS:
+            raise InvalidArgument(f"a sequence set of the ubatch has {count} ids at {ids}")
+        seq_ids.append(ffi.unpack(ids, count))
+    pos = np.frombuffer(ffi.buffer(c.pos, 4 * n_tokens), dtype=np.int32)
+    token = None if c.token == ffi.NULL else np.frombuffer(ffi.buffer(c.token, 4 * n_tokens), dtype=np.int32)
+    return UBatch(seq_ids, pos, token)
+
+
+def _out(struct: Any, kind: str) -> Any:
+    """An output struct, checked. Raises `InvalidArgument`."""
+    if struct == ffi.NULL or struct.struct_size < ffi.sizeof(f"struct {kind}"):
+        raise InvalidArgument(f"{kind} is NULL or its struct_size is not set")
+    return struct
+
+
+def _prepare(table: HostVTable, ubatches: Any, n_ubatches: int) -> Status:
+    if n_ubatches and ubatches == ffi.NULL:
+        raise InvalidArgument("the ubatches are NULL")
+    fits = table.cache.prepare([_ubatch(ubatches + i) for i in range(n_ubatches)])
+    return Status.OK if fits else Status.NO_SLOT
+
+
+def _find_slot(table: HostVTable, ubatch: Any, slot: Any) -> Status:
+    _out(slot, "rcache_slot")
+    plan = table.cache.find_slot(_ubatch(ubatch))
+    if plan is None:
+        return Status.NO_SLOT
+    slot.head, slot.n, slot.rs_z = plan.head, plan.n, plan.rs_z
+    return Status.OK
+
+
+def _seq_rm(table: HostVTable, seq_id: int, p0: int, p1: int) -> Status:
+    return Status.OK if table.cache.seq_rm(seq_id, p0, p1) else Status.REFUSED
+
+
+def _seq_pos(table: HostVTable, seq_id: int, pos: Any, which: str) -> None:
+    if pos == ffi.NULL:
+        raise InvalidArgument("there is no place for the position")
+    pos[0] = POS_NONE  # also what a host sees that does not look at the status
+    pos[0] = getattr(table.cache, which)(seq_id)
+
+
+def _info(table: HostVTable, info: Any) -> None:
+    cache = table.cache
+    _out(info, "rcache_info")
+    info.size, info.used, info.n_seq_max, info.n_layer = cache.size, cache.used, cache.n_seq_max, cache.spec.n_layer
+    info.head, info.n, info.rs_z = cache.head, cache.n, cache.rs_z
+    info.r_bytes, info.s_bytes, info.total_bytes = cache.size_r_bytes, cache.size_s_bytes, cache.total_size
+
+
+def _tensor(table: HostVTable, il: int, tensor: Any, which: str) -> None:
+    if tensor == ffi.NULL:
+        raise InvalidArgument("there is no place for the tensor")
+    tensor[0] = ffi.NULL
+    address = getattr(table.cache, which)(il)
+    if address is not None:
+        tensor[0] = ffi.cast("void *", address)
+
+
+def _no_state_io(table: HostVTable, io: Any, seq_id: int, flags: int) -> None:
+    raise Unsupported("this version does not write or read states yet")
+
+
+# by the name in the C interface; None as an answer stands for RCACHE_STATUS_OK
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "prepare": _prepare,
+    "find_slot": _find_slot,
+    "discard_slot": lambda table: table.cache.discard_slot(),
+    "seq_rm": _seq_rm,
+    "seq_cp": lambda table, *args: table.cache.seq_cp(*args),
+    "seq_keep": lambda table, *args: table.cache.seq_keep(*args),
+    "seq_add": lambda table, *args: table.cache.seq_add(*args),
+    "seq_div": lambda table, *args: table.cache.seq_div(*args),
+    "seq_pos_min": partial(_seq_pos, which="seq_pos_min"),
+    "seq_pos_max": partial(_seq_pos, which="seq_pos_max"),
+    "clear": lambda table, data: table.cache.clear(bool(data)),
+    "get_can_shift": lambda table: int(table.cache.can_shift),
+    "info": _info,
+    "r_tensor": partial(_tensor, which="r_tensor"),
+    "s_tensor": partial(_tensor, which="s_tensor"),
+    "state_write": _no_state_io,
+    "state_read": _no_state_io,
+}
+
+
+def _entry(operation: Callable[..., Any]) -> Callable[..., int]:
+    def call(key: int, *args: Any) -> int:
+        table = _tables.get(key)
+        if table is None:
+            return Status.CLOSED
+        try:
+            result = operation(table, *args)
+        except BaseException as error:  # whatever it is, it must not cross into C
+            return table.park(error)
+        return Status.OK if result is None else result
+
+    return call
+
+
+def _row_entry(answer: Callable[[HostVTable, int], Any], missing: Any) -> Callable[[int, int], Any]:
+    def call(key: int, i: int) -> Any:
+        table = _tables.get(key)
+        if table is None:
+            return missing
+        try:
+            return answer(table, i)
+        except BaseException as error:  # as above
+            table.park(error)
+            return missing
+
+    return call
+
+
+def _destroy_entry(key: int) -> None:
+    table = _owned_by_host.pop(key, None)
+    if table is not None:  # the factory made it for this host: nobody else has the cache
+        try:
+            cache = table.cache
+            table.close()
+            cache.close()
+        except BaseException as error:
+            log.error("closing a cache for its host failed", exc_info=error)
+
+
+def _create_entry(spec: Any, out: Any) -> int:
+    try:
+        table = HostVTable(_cache_from(spec))
+    except BaseException as error:
+        lib.rcache_factory_set_error(f"{type(error).__name__}: {error}".replace("\0", "").encode("utf-8", "replace"))
+        if not isinstance(error, RcacheError):
+            log.error("making a cache for a host failed", exc_info=error)
+        return status_of(error)
+    _owned_by_host[table.key] = table
+    out[0] = ffi.cast("const struct rcache_vtable *", table.address)
+    return Status.OK
+
+
+def _cache_from(c: Any) -> RecurrentCache:
+    n_layer = c.n_layer
+    if not 0 < n_layer <= _MAX_TOKENS or ffi.NULL in (c.n_embd_r, c.n_embd_s):
+        raise InvalidArgument(f"a spec of {n_layer} layers, n_embd_r at {c.n_embd_r}, n_embd_s at {c.n_embd_s}")
+    if c.placement not in _PLACEMENT:
+        raise InvalidArgument(f"placement {c.placement} is not one of enum rcache_placement")
+    from .ggml_lib import GgmlLib
+
+    where = None if c.ggml_library == ffi.NULL else ffi.string(c.ggml_library).decode("utf-8", "surrogateescape")
+    bufts = None
+    if c.buft != ffi.NULL:
+        bufts = [int(ffi.cast("uintptr_t", buft)) or None for buft in ffi.unpack(c.buft, n_layer)]
+    spec = CacheSpec.make(
+        ffi.unpack(c.n_embd_r, n_layer), ffi.unpack(c.n_embd_s, n_layer), c.type_r, c.type_s
+    )
+    return RecurrentCache(
+        spec, c.n_cells, n_seq_max=c.n_seq_max or None, placement=_PLACEMENT[c.placement], bufts=bufts,
+        ggml=GgmlLib.find(where),
+    )
+
+
+_installed = False
+
+
+def _install() -> None:
+    """Connects the C entries with this module, once, and has them refuse calls when Python ends."""
+    global _installed
+    if _installed:
+        return
+    closed = int(Status.CLOSED)
+    for name, operation in _OPERATIONS.items():
+        ffi.def_extern(name=f"rcache_py_{name}", error=closed)(_entry(operation))
+    ffi.def_extern(name="rcache_py_s_copy", error=-1)(_row_entry(HostVTable.answer_s_copy, -1))
+    ffi.def_extern(name="rcache_py_s_mask", error=float("nan"))(_row_entry(HostVTable.answer_s_mask, float("nan")))
+    ffi.def_extern(name="rcache_py_destroy")(_destroy_entry)
+    ffi.def_extern(name="rcache_py_create", error=closed)(_create_entry)
+    lib.rcache_python_alive(1, 0)
+    atexit.register(_refuse_calls)
+    _installed = True
+
+
+def _refuse_calls() -> None:
+    left = lib.rcache_python_alive(0, _EXIT_WAIT_MS)
+    if left:
+        log.warning("%d calls through the C interface had not returned when Python ended", left)
