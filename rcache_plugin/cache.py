@@ -112,32 +112,32 @@ class RecurrentCache:
     @property
     def size(self) -> int:
         """Cells; also the rows of each tensor."""
-        return self.table.size
+        return self._open().size
 
     @property
     def used(self) -> int:
         """Cells with at least one sequence."""
-        return self.table.used
+        return self._open().used
 
     @property
     def n_seq_max(self) -> int:
         """Sequence ids run from 0 to this, exclusive."""
-        return self.table.n_seq_max
+        return self._open().n_seq_max
 
     @property
     def head(self) -> int:
         """First cell of the last slot, or where the next search starts."""
-        return self.table.head
+        return self._open().head
 
     @property
     def n(self) -> int:
         """Cells of the last slot."""
-        return self.table.n
+        return self._open().n
 
     @property
     def rs_z(self) -> int:
         """Zero row of the last slot; -1 if none."""
-        return self.table.rs_z
+        return self._open().rs_z
 
     @property
     def plan(self) -> SlotPlan | None:
@@ -318,16 +318,19 @@ class RecurrentCache:
     @property
     def size_r_bytes(self) -> int:
         """Bytes of all r tensors; 0 without buffers."""
+        self._open()
         return 0 if self.buffers is None else self.buffers.size_r_bytes
 
     @property
     def size_s_bytes(self) -> int:
         """Bytes of all s tensors; 0 without buffers."""
+        self._open()
         return 0 if self.buffers is None else self.buffers.size_s_bytes
 
     @property
     def total_size(self) -> int:
         """Bytes of all buffers, padding included; 0 without buffers."""
+        self._open()
         return 0 if self.buffers is None else self.buffers.total_size
 
     def memory_breakdown(self) -> dict[str, int]:

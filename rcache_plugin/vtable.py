@@ -258,7 +258,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def _entry(operation: Callable[..., Any]) -> Callable[..., int]:
     def call(key: int, *args: Any) -> int:
         table = _tables.get(key)
-        if table is None:
+        if table is None or table.cache.closed:
             return Status.CLOSED
         try:
             result = operation(table, *args)

@@ -1,0 +1,571 @@
+"""The memory of a cache: r and s tensors of each layer, in one ggml buffer for each buffer type.
+
+Each tensor is [n_embd, n_cells]: a row is one cell's state in one layer, and rows follow each other without gaps.
+
+Who holds what::
+
+    StateBuffers --- _Memory --- a context and a buffer for each buffer type
+         |              |
+      RowView        arrays that a RowView gave out
+
+`StateBuffers.close` lets go of `_Memory`, which frees the buffers when nothing else holds it: a call in another thread
+or an array keeps it until it is done. So memory is never read after it was freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import AllocationError, BackendError, ClosedError, InvalidArgument
+from .ggml_lib import GgmlLib
+from .spec import CacheSpec, StateType
+
+logger = logging.getLogger(__name__)
+
+Which = Literal["r", "s"]
+"""The conv-like state or the ssm state."""
+
+MAX_CELLS = 2**31 - 1
+"""Cell ids are int32."""
+
+_MAX_BYTES = 1 << 62
+_RPC_MAX_ROW = 1 << 32  # the RPC protocol has row strides of 32 bits
+_ZEROS = memoryview(bytes(1 << 20))
+# What numpy has no type for (bf16, quantised) is shown as bytes.
+_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "f64": np.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a cache's tensors and buffers."""
+
+    r_bytes: int
+    """All r tensors."""
+    s_bytes: int
+    """All s tensors."""
+    total_bytes: int
+    """All buffers, padding included."""
+    by_device: dict[str, int]
+    """Buffers by device; a buffer type that is not its device's default one stands under its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor and what is needed to address its rows."""
+
+    cdata: Any
+    state_type: StateType
+    n_embd: int
+    row_bytes: int
+    data: int | None  # address, of host memory only
+    endpoint: str | None  # of the RPC server that holds it
+
+
+class StateBuffers:
+    """The r and s tensors of a cache, on one device or several. All rows are zero at first.
+
+    `devices` is the name of a device for all layers, or one name (or None for the CPU) for each layer, [n_layer];
+    `bufts` gives addresses of ``ggml_backend_buffer_type_t`` instead, [n_layer], 0 or None for the CPU. Without
+    either, all is on the CPU.
+
+    The caller closes it after the last graph that uses the tensors has been computed; until then the addresses in
+    `r_l` and `s_l` are valid.
+
+    Raises `InvalidArgument` for counts, names or lists that cannot be, `AllocationError` saying how many bytes were
+    asked of which device, `BackendError` when a device cannot be reached or sizes a type otherwise than the spec. On
+    failure nothing is kept.
+    """
+
+    _memory: _Memory | None = None  # so that close() works after a failed __init__
+
+    def __init__(
+        self,
+        lib: GgmlLib,
+        spec: CacheSpec,
+        n_cells: int,
+        *,
+        devices: str | Sequence[str | None] | None = None,
+        bufts: Sequence[int | None] | None = None,
+    ) -> None:
+        self.lib = lib
+        self.spec = spec
+        self.n_cells = _checked_n_cells(n_cells)
+        placement = _placement(lib, spec, devices, bufts)
+        memory = _Memory(lib)
+        try:
+            for buft, layers in placement.items():
+                memory.allocate(spec, self.n_cells, buft, layers)
+            memory.clear()
+        except BaseException:
+            memory.free()
+            raise
+        self._memory = memory
+        self._r_l = _addresses(lib, memory.r, spec.n_layer)
+        self._s_l = _addresses(lib, memory.s, spec.n_layer)
+        _log(memory.sizes(spec, self.n_cells), spec, self.n_cells)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def r_l(self) -> tuple[int | None, ...]:
+        """Addresses of the ``ggml_tensor`` ``cache_r_l<il>``, [n_layer]; None where a layer keeps no r. Raises
+        `ClosedError`."""
+        self._alive()
+        return self._r_l
+
+    @property
+    def s_l(self) -> tuple[int | None, ...]:
+        """Addresses of the ``ggml_tensor`` ``cache_s_l<il>``, [n_layer]; None where a layer keeps no s. Raises
+        `ClosedError`."""
+        self._alive()
+        return self._s_l
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all buffers, padding included. Raises `ClosedError`."""
+        return self._sizes().total_bytes
+
+    @property
+    def size_r_bytes(self) -> int:
+        """Bytes of all r tensors. Raises `ClosedError`."""
+        return self._sizes().r_bytes
+
+    @property
+    def size_s_bytes(self) -> int:
+        """Bytes of all s tensors. Raises `ClosedError`."""
+        return self._sizes().s_bytes
+
+    def memory_breakdown(self) -> dict[str, int]:
+        """Bytes of the buffers by device, padding included; a buffer type that is not its device's default one stands
+        under its own name. Raises `ClosedError`."""
+        return self._sizes().by_device
+
+    def _sizes(self) -> Sizes:
+        return self._alive().sizes(self.spec, self.n_cells)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Sets every row of every layer to zero. Raises `ClosedError`, `BackendError` when a device is gone."""
+        self._alive().clear()
+
+    def clear_rows(self, cells: Iterable[int]) -> None:
+        """Sets the rows of `cells` to zero in every layer. Raises `InvalidArgument` for a cell that there is not (then
+        nothing has changed), `ClosedError`, `BackendError` when a device is gone."""
+        memory = self._alive()
+        wanted = sorted({self._checked_cell(cell) for cell in cells})
+        runs = list(_runs((cell, cell) for cell in wanted))
+        for tensor in memory.tensors():
+            for cell, _, n in runs:
+                memory.zero(tensor, cell * tensor.row_bytes, n * tensor.row_bytes)
+
+    def copy_row(self, src_cell: int, dst_cell: int) -> None:
+        """Copies the state of one cell to another, in every layer, each on its own device. Raises `InvalidArgument` for
+        a cell that there is not, `ClosedError`, `BackendError` when a device is gone."""
+        memory = self._alive()
+        src_cell, dst_cell = self._checked_cell(src_cell), self._checked_cell(dst_cell)
+        if src_cell != dst_cell:  # backends assume that the two do not overlap
+            for tensor in memory.tensors():
+                memory.copy(tensor, dst_cell, memory, tensor, src_cell, 1)
+
+    def copy_rows_from(self, other: StateBuffers, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies states from cells of `other` to cells of this one: `pairs` of (source cell, destination cell), in
+        their order. A layer may lie on different devices in the two, or in two copies of ggml.
+
+        Raises `InvalidArgument` when the specs differ or a cell is not there (then nothing has changed), `ClosedError`
+        when either is closed, `BackendError` when a device is gone.
+        """
+        memory, source = self._alive(), other._alive()
+        if other.spec != self.spec:
+            raise InvalidArgument("rows can be copied only between buffers of the same spec")
+        checked = [(other._checked_cell(src), self._checked_cell(dst)) for src, dst in pairs]
+        # Within one buffer a later pair may read what an earlier one wrote, so each is copied by itself.
+        runs = [(src, dst, 1) for src, dst in checked if src != dst] if source is memory else list(_runs(checked))
+        for src_tensor, dst_tensor in zip(source.tensors(), memory.tensors(), strict=True):
+            for src, dst, n in runs:
+                memory.copy(dst_tensor, dst, source, src_tensor, src, n)
+
+    def get_row(self, which: Which, il: int, cell: int) -> bytes:
+        """The bytes of one cell's r or s in layer `il`, [row_bytes]. Raises `InvalidArgument` for a cell or a layer's
+        state that there is not, `ClosedError`, `BackendError` when the device is gone."""
+        memory, tensor, offset = self._row(which, il, cell)
+        return memory.read(tensor, offset, tensor.row_bytes)
+
+    def set_row(self, which: Which, il: int, cell: int, data: Any) -> None:
+        """Writes one cell's r or s in layer `il`; `data` is any contiguous buffer of row_bytes bytes. Raises
+        `InvalidArgument` for a cell or a layer's state that there is not or another number of bytes (then nothing has
+        changed), `ClosedError`, `BackendError` when the device is gone."""
+        memory, tensor, offset = self._row(which, il, cell)
+        try:
+            view = memoryview(data).cast("B")
+        except TypeError as error:
+            raise InvalidArgument(f"a row must be written from a contiguous buffer of bytes: {error}") from error
+        if view.nbytes != tensor.row_bytes:
+            raise InvalidArgument(f"row {which} of layer {il} has {tensor.row_bytes} bytes, not {view.nbytes}")
+        memory.write(tensor, offset, view)
+
+    def view_row(self, which: Which, il: int, cell: int) -> RowView:
+        """A read-only view of one row where it lies. Raises `InvalidArgument` for a row that there is not or that is
+        not in host memory, `ClosedError`."""
+        view = RowView(self, which, il, cell)
+        view.array()
+        return view
+
+    # -- lifetime -----------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or `__init__` failed."""
+        return self._memory is None
+
+    def close(self) -> None:
+        """Frees all buffers and contexts, in reverse order; the addresses in `r_l` and `s_l` and all views end here.
+
+        May be called again. Memory that a call in another thread is using, or that an array from `RowView.array`
+        shows, is freed when that is done with it.
+        """
+        self._memory = None
+
+    def __enter__(self) -> StateBuffers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _alive(self) -> _Memory:
+        memory = self._memory
+        if memory is None:
+            raise ClosedError("these buffers are closed")
+        return memory
+
+    def _checked_cell(self, cell: int) -> int:
+        cell = _index(cell, "a cell")
+        if not 0 <= cell < self.n_cells:
+            raise InvalidArgument(f"cell {cell} is not one of 0 to {self.n_cells - 1}")
+        return cell
+
+    def _row(self, which: Which, il: int, cell: int) -> tuple[_Memory, _Tensor, int]:
+        memory = self._alive()
+        if which not in ("r", "s"):
+            raise InvalidArgument(f"which is {which!r}, not 'r' or 's'")
+        tensor = (memory.r if which == "r" else memory.s).get(_index(il, "a layer"))
+        if tensor is None:
+            raise InvalidArgument(f"layer {il} (of {self.spec.n_layer}) keeps no {which}")
+        return memory, tensor, self._checked_cell(cell) * tensor.row_bytes
+
+
+class RowView:
+    """One row of a `StateBuffers` in host memory, where it lies: nothing is copied.
+
+    Give it to numpy (``np.asarray(view)``) or call `array`. What it shows changes with the next graph that is computed,
+    and with each write to the cell. It is valid until its `StateBuffers` is closed; then it raises `ClosedError`. An
+    array obtained before keeps the memory of all the buffers from being freed, so drop arrays with the cache.
+    """
+
+    __slots__ = ("_buffers", "_where")
+
+    def __init__(self, buffers: StateBuffers, which: Which, il: int, cell: int) -> None:
+        self._buffers = buffers
+        self._where = (which, il, cell)
+
+    def array(self) -> npt.NDArray[Any]:
+        """The row as a read-only array: [n_embd] of float32, float16 or float64, or [row_bytes] of uint8 for a type
+        that numpy does not have. Raises `ClosedError`."""
+        memory, tensor, offset = self._buffers._row(*self._where)
+        if tensor.data is None:
+            raise InvalidArgument("only rows in host memory can be viewed; read this one with get_row")
+        dtype = _DTYPES.get(tensor.state_type.name)
+        block = _HostBlock(memory, tensor.data + offset, tensor.row_bytes)
+        array = np.asarray(block)
+        return array if dtype is None else array.view(dtype)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        array = self.array()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError(f"a row of {array.dtype} cannot be shown as {np.dtype(dtype)} without a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __len__(self) -> int:
+        return len(self.array())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.array()[key]
+
+
+class _HostBlock:
+    """Bytes of host memory in numpy's array interface. An array made from it holds it, and so holds the memory."""
+
+    __slots__ = ("__array_interface__", "_memory")
+
+    def __init__(self, memory: _Memory, address: int, n_bytes: int) -> None:
+        self._memory = memory
+        self.__array_interface__ = {"version": 3, "shape": (n_bytes,), "typestr": "|u1", "data": (address, True)}
+
+
+class _Memory:
+    """Contexts and buffers, and the tensors in them. Freed with its last reference, or at once by `free`."""
+
+    def __init__(self, lib: GgmlLib) -> None:
+        self._lib = lib
+        self._stack = ExitStack()
+        self._buffers: list[tuple[str, Any, str | None]] = []  # (name of device, buffer, endpoint)
+        self.r: dict[int, _Tensor] = {}
+        self.s: dict[int, _Tensor] = {}
+
+    def __del__(self) -> None:
+        self.free()
+
+    def free(self) -> None:
+        self.r.clear()
+        self.s.clear()
+        self._buffers.clear()
+        self._stack.close()
+
+    @staticmethod
+    def _free_buffer(lib: GgmlLib, buffer: Any, endpoint: str | None) -> None:
+        try:
+            lib.require_reachable(endpoint)
+        except BackendError as error:
+            logger.warning("a buffer could not be freed: %s", error)  # the call would end the process
+        else:
+            lib.free_buffer(buffer)
+
+    def allocate(self, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int]) -> None:
+        lib = self._lib
+        name, endpoint = lib.buft_name(buft), lib.endpoint_of_buft(buft)
+        lib.require_reachable(endpoint)
+        ctx, tensors = _describe(lib, spec, n_cells, buft, layers)
+        self._stack.callback(lib.free_context, ctx)
+        asked = _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
+        total = lib.memory_total(buft)
+        # Linux promises more memory than there is and ends the process that uses it, so ggml alone would not notice.
+        buffer = None if 0 < total < asked else lib.alloc_tensors(ctx, buft)
+        if buffer is None:
+            raise AllocationError(
+                f"{asked} bytes ({_human(asked)}) could not be had on {name}"
+                + (f", which has {total} bytes ({_human(total)}) in all" if total else "")
+                + f"; asked for {n_cells} cells of {len(layers)} layers"
+            )
+        self._stack.callback(self._free_buffer, lib, buffer, endpoint)
+        self._buffers.append((name, buffer, endpoint))
+        for which, il, cdata in tensors:
+            of_r = which == "r"
+            (self.r if of_r else self.s)[il] = _Tensor(
+                cdata=cdata,
+                state_type=spec.type_r if of_r else spec.type_s,
+                n_embd=spec.n_embd_r[il] if of_r else spec.n_embd_s[il],
+                row_bytes=spec.r_row_bytes(il) if of_r else spec.s_row_bytes(il),
+                data=lib.data_address(cdata) if lib.is_host(buft) else None,
+                endpoint=endpoint,
+            )
+
+    def tensors(self) -> list[_Tensor]:
+        """In an order that depends on the spec only."""
+        return [*(self.r[il] for il in sorted(self.r)), *(self.s[il] for il in sorted(self.s))]
+
+    def sizes(self, spec: CacheSpec, n_cells: int) -> Sizes:
+        by_device: dict[str, int] = {}
+        for name, buffer, _ in self._buffers:
+            by_device[name] = by_device.get(name, 0) + self._lib.buffer_size(buffer)
+        return Sizes(spec.r_cell_bytes * n_cells, spec.s_cell_bytes * n_cells, sum(by_device.values()), by_device)
+
+    def clear(self) -> None:
+        for _, buffer, endpoint in self._buffers:
+            self._lib.require_reachable(endpoint)
+            self._lib.clear_buffer(buffer)
+
+    def zero(self, tensor: _Tensor, offset: int, n_bytes: int) -> None:
+        if tensor.data is not None:
+            ctypes.memset(tensor.data + offset, 0, n_bytes)
+            return
+        # ggml has a memset of its own, but it aborts where a backend (RPC's, say) has none, and nothing tells before.
+        # Pieces: a backend may copy what it is given, and RPC's hashes what is longer than 10 MiB.
+        for start in range(offset, offset + n_bytes, len(_ZEROS)):
+            self.write(tensor, start, _ZEROS[: offset + n_bytes - start])
+
+    def read(self, tensor: _Tensor, offset: int, n_bytes: int) -> bytes:
+        ffi = self._lib.ffi
+        if tensor.data is not None:
+            return bytes(ffi.buffer(ffi.cast("char *", tensor.data + offset), n_bytes))
+        self._lib.require_reachable(tensor.endpoint)
+        data = ffi.new("char[]", n_bytes)
+        self._lib.tensor_get(tensor.cdata, data, offset, n_bytes)
+        return bytes(ffi.buffer(data))
+
+    def write(self, tensor: _Tensor, offset: int, data: memoryview) -> None:
+        ffi = self._lib.ffi
+        if tensor.data is not None:
+            ffi.memmove(ffi.cast("char *", tensor.data + offset), data, data.nbytes)
+            return
+        self._lib.require_reachable(tensor.endpoint)
+        self._lib.tensor_set(tensor.cdata, ffi.from_buffer(data), offset, data.nbytes)
+
+    def copy(self, dst: _Tensor, dst_cell: int, source: _Memory, src: _Tensor, src_cell: int, n: int) -> None:
+        """Copies `n` rows of `src`, which belongs to `source`, to rows of `dst` that do not overlap with them."""
+        ffi = self._lib.ffi
+        dst_offset, src_offset, n_bytes = dst_cell * dst.row_bytes, src_cell * src.row_bytes, n * src.row_bytes
+        if src.data is not None and dst.data is not None:
+            ctypes.memmove(dst.data + dst_offset, src.data + src_offset, n_bytes)
+            return
+        self._lib.require_reachable(src.endpoint)
+        self._lib.require_reachable(dst.endpoint)
+        if src.data is not None:
+            self._lib.tensor_set(dst.cdata, ffi.cast("char *", src.data + src_offset), dst_offset, n_bytes)
+        elif dst.data is not None:
+            source._lib.tensor_get(src.cdata, ffi.cast("char *", dst.data + dst_offset), src_offset, n_bytes)
+        elif self._lib.same_copy(source._lib):
+            self._lib.copy_elements(src.cdata, src_offset, dst.cdata, dst_offset, n * src.n_embd)
+        else:
+            self.write(dst, dst_offset, memoryview(source.read(src, src_offset, n_bytes)))
+
+
+def dry_run(
+    lib: GgmlLib,
+    spec: CacheSpec,
+    n_cells: int,
+    *,
+    devices: str | Sequence[str | None] | None = None,
+    bufts: Sequence[int | None] | None = None,
+) -> Sizes:
+    """What `StateBuffers` with the same arguments would take, without allocating it. Raises as it does, except for
+    `AllocationError`."""
+    n_cells = _checked_n_cells(n_cells)
+    by_device: dict[str, int] = {}
+    for buft, layers in _placement(lib, spec, devices, bufts).items():
+        name = lib.buft_name(buft)
+        lib.require_reachable(lib.endpoint_of_buft(buft))
+        ctx, tensors = _describe(lib, spec, n_cells, buft, layers)
+        try:
+            by_device[name] = by_device.get(name, 0) + _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
+        finally:
+            lib.free_context(ctx)
+    return Sizes(spec.r_cell_bytes * n_cells, spec.s_cell_bytes * n_cells, sum(by_device.values()), by_device)
+
+
+def _placement(
+    lib: GgmlLib, spec: CacheSpec, devices: str | Sequence[str | None] | None, bufts: Sequence[int | None] | None
+) -> dict[Any, list[int]]:
+    """The layers of each buffer type."""
+    if devices is not None and bufts is not None:
+        raise InvalidArgument("give devices or bufts, not both")
+    by_layer: list[str | int | None]
+    if bufts is not None:
+        by_layer = [buft or None for buft in bufts]
+    elif isinstance(devices, str):
+        by_layer = [devices] * spec.n_layer
+    else:
+        by_layer = [None] * spec.n_layer if devices is None else list(devices)
+    if len(by_layer) != spec.n_layer:
+        raise InvalidArgument(f"{len(by_layer)} devices or buffer types were given for {spec.n_layer} layers")
+    layers_of: dict[str | int | None, list[int]] = {}
+    for il in spec.layers:
+        layers_of.setdefault(by_layer[il], []).append(il)
+    placement: dict[Any, list[int]] = {}
+    for where, layers in layers_of.items():
+        buft = lib.buft_at(where) if isinstance(where, int) else lib.buft_of(where)
+        placement.setdefault(buft, []).extend(layers)
+    return placement
+
+
+def _describe(
+    lib: GgmlLib, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int]
+) -> tuple[Any, list[tuple[Which, int, Any]]]:
+    """A context with the tensors of `layers`, without data: (context, [(which, il, tensor)])."""
+    total = spec.cell_bytes * n_cells
+    if total > _MAX_BYTES:
+        raise InvalidArgument(f"{n_cells} cells of {spec.cell_bytes} bytes are more than can be addressed")
+    wanted: list[tuple[Which, int, StateType, int, int]] = []
+    for il in layers:
+        wanted.append(("r", il, spec.type_r, spec.n_embd_r[il], spec.r_row_bytes(il)))
+        wanted.append(("s", il, spec.type_s, spec.n_embd_s[il], spec.s_row_bytes(il)))
+    wanted = [entry for entry in wanted if entry[3]]
+    on_rpc = lib.endpoint_of_buft(buft) is not None
+    for which, il, state_type, n_embd, row_bytes in wanted:
+        if on_rpc and row_bytes >= _RPC_MAX_ROW:
+            raise InvalidArgument(f"a row {which} of layer {il} has {row_bytes} bytes, more than RPC can carry")
+        if lib.row_size(state_type.type_id, n_embd) != row_bytes:
+            raise BackendError(f"{lib!r} sizes type {state_type.name} otherwise than this package")
+    ctx = lib.new_context(len(wanted))
+    try:
+        return ctx, [
+            (which, il, lib.new_tensor_2d(ctx, state_type.type_id, n_embd, n_cells, f"cache_{which}_l{il}"))
+            for which, il, state_type, n_embd, _ in wanted
+        ]
+    except BaseException:
+        lib.free_context(ctx)
+        raise
+
+
+def _padded_size(lib: GgmlLib, buft: Any, tensors: Iterable[Any]) -> int:
+    alignment = lib.alignment(buft)
+    return sum(-(-lib.alloc_size(buft, tensor) // alignment) * alignment for tensor in tensors)
+
+
+def _addresses(lib: GgmlLib, tensors: dict[int, _Tensor], n_layer: int) -> tuple[int | None, ...]:
+    return tuple(lib.address(tensors[il].cdata) if il in tensors else None for il in range(n_layer))
+
+
+def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Joins (a, b), (a + 1, b + 1), ... to (a, b, n), so that each is one copy."""
+    run: tuple[int, int, int] | None = None
+    for a, b in pairs:
+        if run is not None and (a, b) == (run[0] + run[2], run[1] + run[2]):
+            run = (run[0], run[1], run[2] + 1)
+            continue
+        if run is not None:
+            yield run
+        run = (a, b, 1)
+    if run is not None:
+        yield run
+
+
+def _checked_n_cells(n_cells: int) -> int:
+    n_cells = _index(n_cells, "n_cells")
+    if not 1 <= n_cells <= MAX_CELLS:
+        raise InvalidArgument(f"n_cells is {n_cells}, not one of 1 to {MAX_CELLS}")
+    return n_cells
+
+
+def _index(value: int, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise InvalidArgument(f"{what} must be a whole number, not {value!r}") from error
+
+
+def _log(sizes: Sizes, spec: CacheSpec, n_cells: int) -> None:
+    for name, n_bytes in sizes.by_device.items():
+        logger.info("%s: %s", name, _human(n_bytes))
+    logger.info(
+        "state of %d cells, %d layers: %s (r %s in %s, s %s in %s)",
+        n_cells,
+        len(spec.layers),
+        _human(sizes.total_bytes),
+        spec.type_r.name,
+        _human(sizes.r_bytes),
+        spec.type_s.name,
+        _human(sizes.s_bytes),
+    )
+
+
+def _human(n_bytes: int) -> str:
+    size = float(n_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{n_bytes} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
