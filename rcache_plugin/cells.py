@@ -77,6 +77,11 @@ def _span(p0: int, p1: int) -> tuple[int, int]:
     return max(p0, 0), p1 if 0 <= p1 < POS_MAX else POS_MAX + 1
 
 
+def _check_size(size: int) -> None:
+    if not 1 <= size <= POS_MAX:
+        raise InvalidArgument(f"a table of {size} cells: there must be at least 1 and at most {POS_MAX}")
+
+
 def iter_bits(mask: int) -> Iterator[int]:
     """The set bits of `mask`, ascending."""
     while mask:
@@ -105,8 +110,7 @@ class CellTable:
     epoch: int
 
     def __init__(self, size: int, n_seq_max: int | None = None) -> None:
-        if size < 1:
-            raise InvalidArgument(f"size is {size}, a table needs at least 1 cell")
+        _check_size(size)
         if n_seq_max is not None and n_seq_max < 1:
             raise InvalidArgument(f"n_seq_max is {n_seq_max}, it must be at least 1")
         self.size = size
@@ -290,9 +294,10 @@ class CellTable:
         what it was and `n_cells`. The slot of the last step is forgotten. Raises `InvalidArgument`, with nothing
         changed, when the states or the ids in use do not fit.
         """
+        _check_size(n_cells)
         if n_seq_max is None:
             n_seq_max = max(self.n_seq_max, n_cells)
-        if n_cells < max(self.used, 1):
+        if n_cells < self.used:
             raise InvalidArgument(f"{self.used} cells are in use, they do not fit into {n_cells}")
         live = [seq_id for seq_id, cell_id in enumerate(self._tail) if cell_id != CELL_NONE]
         if n_seq_max < max(live, default=0) + 1:

@@ -1,0 +1,231 @@
+"""The facade: table, planner and buffers together, on real ggml buffers."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import rcache_plugin.slots
+from rcache_plugin import CacheSpec, RecurrentCache, UBatch
+from rcache_plugin.errors import AllocationError, ClosedError, InvalidArgument, SeqIdError, StalePlan, Unsupported
+
+SPEC = CacheSpec.make([6, 0, 3], [10, 0, 5])
+
+
+def write_row(cache: RecurrentCache, cell: int, value: float) -> None:
+    assert cache.buffers is not None
+    for il in SPEC.layers:
+        for which, n in (("r", SPEC.n_embd_r[il]), ("s", SPEC.n_embd_s[il])):
+            cache.buffers.set_row(which, il, cell, np.full(n, value, dtype=np.float32).tobytes())
+
+
+def read_row(cache: RecurrentCache, cell: int) -> set[float]:
+    assert cache.buffers is not None
+    values: set[float] = set()
+    for il in SPEC.layers:
+        for which in ("r", "s"):
+            values |= set(np.frombuffer(cache.buffers.get_row(which, il, cell), dtype=np.float32).tolist())
+    return values
+
+
+def test_sizes_and_tensors() -> None:
+    with RecurrentCache(SPEC, 5) as cache:
+        assert cache.size == 5 == cache.n_seq_max and cache.used == 0
+        assert cache.size_r_bytes == 5 * 9 * 4 and cache.size_s_bytes == 5 * 15 * 4
+        assert cache.total_size >= cache.size_r_bytes + cache.size_s_bytes
+        assert sum(cache.memory_breakdown().values()) == cache.total_size
+        assert cache.r_tensor(0) and cache.s_tensor(2) and cache.r_tensor(1) is None
+        for il in (-1, 3):
+            with pytest.raises(InvalidArgument, match="layer"):
+                cache.r_tensor(il)
+
+
+def test_new_sequence_finds_zeros_whatever_the_row_held() -> None:
+    """CASES 39: nothing of an earlier user, and no NaN, gets into a new sequence."""
+    with RecurrentCache(SPEC, 3) as cache:
+        for cell in range(3):
+            write_row(cache, cell, float("nan"))
+        plan = cache.find_slot(UBatch([(0,), (2,)], [0, 0]))
+        assert plan is not None and plan.rs_z >= 0
+        assert plan.s_copy.tolist() == [plan.rs_z] * 2 and read_row(cache, plan.rs_z) == {0.0}
+
+
+def test_a_step_that_starts_nothing_clears_nothing() -> None:
+    with RecurrentCache(SPEC, 3) as cache:
+        cache.find_slot(UBatch.single(0, 0))
+        write_row(cache, 0, 7.0)
+        plan = cache.find_slot(UBatch.single(0, 1))
+        assert plan is not None and plan.rs_z == -1 and read_row(cache, 0) == {7.0}
+        cache.seq_cp(0, 1)
+        fork = cache.find_slot(UBatch.single(1, 2))
+        assert fork is not None and fork.s_copy.tolist() == [0] and read_row(cache, 0) == {7.0}
+
+
+def test_prepared_plans_are_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = rcache_plugin.slots.plan_slots
+
+    def counted(*args: object) -> object:
+        made.append(args)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("rcache_plugin.cache.plan_slots", counted)
+    with RecurrentCache(SPEC, 4, allocate=False) as cache:
+        ubatches = [UBatch([(0,), (1,)], [0, 0]), UBatch.single(1, 1), UBatch.single(2, 0)]
+        assert cache.prepare(ubatches)
+        assert len(made) == 1 and cache.used == 0
+        for ubatch in ubatches:
+            assert cache.find_slot(ubatch) is not None
+        assert len(made) == 1 and cache.used == 3
+
+        # a change in between, or another ubatch than announced: planned anew, and right
+        assert cache.prepare([UBatch.single(0, 1)])
+        cache.seq_rm(0)
+        plan = cache.find_slot(UBatch.single(0, 0))
+        assert plan is not None and len(made) == 3 and plan.src.tolist() == [-1]
+        assert cache.prepare([UBatch.single(0, 1), UBatch.single(1, 2)])
+        assert cache.find_slot(UBatch.single(2, 1)) is not None and cache.seq_pos_max(2) == 1
+        assert cache.find_slot(UBatch.single(1, 2)) is not None and cache.seq_pos_max(1) == 2
+
+
+def test_prepare_that_does_not_fit() -> None:
+    with RecurrentCache(SPEC, 1, n_seq_max=2, allocate=False) as cache:
+        assert cache.prepare([UBatch.single(0, 0), UBatch.single(1, 0)]) is False
+        assert cache.used == 0 and cache.find_slot(UBatch.single(1, 0)) is not None
+        with pytest.raises(SeqIdError, match="n_seq_max=2"):
+            cache.prepare([UBatch.single(2, 0)])
+
+
+def test_reading_the_plan() -> None:
+    with RecurrentCache(SPEC, 4, allocate=False) as cache:
+        with pytest.raises(InvalidArgument):
+            cache.s_copy(0)
+        cache.find_slot(UBatch([(0,), (1,)], [0, 0]))
+        for _ in range(2):
+            assert [cache.s_copy(i) for i in range(2)] == [0, 0] and [cache.s_mask(i) for i in range(2)] == [0.0, 0.0]
+        with pytest.raises(InvalidArgument, match="row 2"):
+            cache.s_mask(2)
+
+
+@pytest.mark.parametrize("n_cells", [3, 6, 12])
+def test_resize_keeps_every_state(n_cells: int) -> None:
+    with RecurrentCache(SPEC, 6) as cache:
+        cache.find_slot(UBatch([(i,) for i in range(6)], [0] * 6))
+        for cell in range(6):
+            write_row(cache, cell, 10.0 + cell)
+        for seq_id in (0, 2, 3):
+            cache.seq_rm(seq_id)
+        cache.seq_cp(5, 0)
+        before = cache.r_tensor(0)
+        cache.resize(n_cells)
+        cache.table.check()
+        assert cache.size == n_cells and cache.used == 3 and cache.r_tensor(0) != before
+        assert {s: read_row(cache, cache.table.tail(s)) for s in (0, 1, 4, 5)} == {
+            0: {15.0}, 1: {11.0}, 4: {14.0}, 5: {15.0},
+        }
+        assert cache.plan is None
+        plan = cache.find_slot(UBatch([(4,), (1,)], [1, 1]))
+        assert plan is not None and plan.src.min() >= 0
+
+
+def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise AllocationError("no room")
+
+    with RecurrentCache(SPEC, 4) as cache:
+        cache.find_slot(UBatch([(0,), (1,), (3,)], [0, 0, 0]))
+        write_row(cache, 2, 5.0)
+        columns, tensor = cache.table.columns(), cache.r_tensor(0)
+        for bad in ({"n_cells": 2}, {"n_cells": 8, "n_seq_max": 3}, {"n_cells": 0}, {"n_cells": 1 << 50}):
+            with pytest.raises(InvalidArgument):
+                cache.resize(**bad)
+        monkeypatch.setattr("rcache_plugin.buffers.StateBuffers", no_memory)
+        with pytest.raises(AllocationError):
+            cache.resize(8)
+        assert all(np.array_equal(a, b) for a, b in zip(cache.table.columns(), columns, strict=True))
+        assert cache.r_tensor(0) == tensor and read_row(cache, 2) == {5.0}
+
+
+def test_clear_with_and_without_data() -> None:
+    with RecurrentCache(SPEC, 2) as cache:
+        cache.find_slot(UBatch([(0,), (1,)], [0, 0]))
+        write_row(cache, 1, 3.0)
+        cache.clear(data=False)
+        assert cache.used == 0 and read_row(cache, 1) == {3.0}
+        plan = cache.find_slot(UBatch([(0,), (1,)], [0, 0]))
+        assert plan is not None and plan.src.tolist() == [-1, -1] and read_row(cache, plan.rs_z) == {0.0}
+        cache.clear()
+        assert read_row(cache, 0) == read_row(cache, 1) == {0.0}
+
+
+def test_discarded_slot() -> None:
+    with RecurrentCache(SPEC, 4, allocate=False) as cache:
+        cache.find_slot(UBatch([(i,) for i in range(3)], [0] * 3))
+        cache.find_slot(UBatch([(2,), (0,)], [1, 1]))  # 1 is moved along
+        cache.discard_slot()
+        assert [cache.seq_pos_max(s) for s in range(3)] == [-1, -1, -1]
+        cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
+        cache.find_slot(UBatch([(0,), (2,)], [1, 1]))
+        assert cache.n == 3
+        cache.discard_slot()
+        assert cache.used == 0, "row 1 and 2 were exchanged"
+        cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
+        cache.find_slot(UBatch([(1,)], [1]))
+        cache.discard_slot()
+        assert [cache.seq_pos_max(s) for s in range(3)] == [0, -1, 0]
+        with pytest.raises(InvalidArgument, match="no slot"):
+            cache.discard_slot()
+        cache.find_slot(UBatch([(1,)], [0]))
+        cache.seq_add(0, 0, -1, 1)
+        with pytest.raises(StalePlan):
+            cache.discard_slot()
+
+
+def test_closed() -> None:
+    cache = RecurrentCache(SPEC, 2)
+    cache.close()
+    cache.close()
+    calls = (
+        lambda: cache.find_slot(UBatch.single(0, 0)), lambda: cache.prepare([]), lambda: cache.seq_rm(0),
+        lambda: cache.seq_cp(0, 1), lambda: cache.seq_keep(0), lambda: cache.seq_add(0, 0, -1, 1),
+        lambda: cache.seq_div(0, 0, -1, 2), lambda: cache.seq_pos_max(0), lambda: cache.seq_pos_min(0),
+        lambda: cache.clear(), lambda: cache.resize(3), lambda: cache.r_tensor(0), lambda: cache.s_tensor(0),
+        lambda: cache.s_copy(0), lambda: cache.s_mask(0), lambda: cache.discard_slot(), lambda: cache.can_shift,
+        lambda: cache.size, lambda: cache.used, lambda: cache.total_size, lambda: cache.memory_breakdown(),
+    )
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_without_buffers() -> None:
+    with RecurrentCache(SPEC, 2, allocate=False) as cache:
+        assert cache.total_size == 0 and cache.memory_breakdown() == {}
+        with pytest.raises(Unsupported):
+            cache.r_tensor(0)
+        cache.resize(4)
+        assert cache.size == 4
+
+
+def test_threads_take_turns() -> None:
+    with RecurrentCache(SPEC, 8, allocate=False) as cache:
+        errors: list[BaseException] = []
+
+        def work(seq_id: int) -> None:
+            try:
+                for pos in range(200):
+                    assert cache.prepare([UBatch.single(seq_id, pos)])
+                    assert cache.find_slot(UBatch.single(seq_id, pos)) is not None
+                    assert cache.seq_pos_max(seq_id) == pos
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seq_id,)) for seq_id in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        cache.table.check()
