@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from tables import same_columns
 
 import rcache_plugin.slots
 from rcache_plugin import CacheSpec, RecurrentCache, UBatch
@@ -127,7 +128,7 @@ def test_resize_keeps_every_state(n_cells: int) -> None:
         }
         assert cache.plan is None
         plan = cache.find_slot(UBatch([(4,), (1,)], [1, 1]))
-        assert plan is not None and plan.src.min() >= 0
+        assert plan is not None and plan.src[:2].min() >= 0
 
 
 def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("rcache_plugin.buffers.StateBuffers", no_memory)
         with pytest.raises(AllocationError):
             cache.resize(8)
-        assert all(np.array_equal(a, b) for a, b in zip(cache.table.columns(), columns, strict=True))
+        assert same_columns(cache.table.columns(), columns)
         assert cache.r_tensor(0) == tensor and read_row(cache, 2) == {5.0}
 
 

@@ -8,9 +8,9 @@ import logging
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from native_build import INCLUDE, compile_shared, load_scenario
+from tables import same_columns
 
 from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch, factory_address
 from rcache_plugin._rcache import ffi, lib
@@ -172,7 +172,7 @@ def test_no_room_is_a_refusal_and_nothing_changes() -> None:
         assert client.prepare([UBatch.single(0, 1), UBatch.single(2, 0)]) is False
         after = cache.table.columns(), cache.table.epoch
         assert after[1] == before[1]
-        assert all(np.array_equal(a, b) for a, b in zip(after[0], before[0], strict=True))
+        assert same_columns(after[0], before[0])
         assert client.s_copy(2).tolist() == [0, 0], "the last slot's plan is still the one to read"
 
 

@@ -1,0 +1,79 @@
+"""What the documentation says is there: links, names, and the README's example, which is run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from children import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Every function that the seed's file defines, in its order, by class.
+CACHE = """
+    llama_kv_cache_recurrent clear seq_rm seq_cp seq_keep seq_add seq_div seq_pos_min seq_pos_max init_batch init_full
+    prepare update defrag_sched find_slot get_can_shift s_copy s_mask total_size size_k_bytes size_v_bytes state_write
+    state_read state_write_meta state_write_data state_read_meta state_read_data
+""".split()
+STATE = """
+    llama_kv_cache_recurrent_state(status) llama_kv_cache_recurrent_state(full) llama_kv_cache_recurrent_state(batch)
+    ~llama_kv_cache_recurrent_state next apply out_ids get_status get_ubatch get_n_kv get_head get_size get_k_l get_v_l
+    s_copy s_mask
+""".split()
+FUNCTIONS = [f"llama_kv_cache_recurrent::{name}" for name in CACHE]
+FUNCTIONS += [f"llama_kv_cache_recurrent_state::{name}" for name in STATE]
+
+
+def test_readme_example_runs(child) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(code.splitlines()) <= 16
+    texts = child(code).strip("\n")
+    assert texts.count("In the beginning") == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = [link.partition("#")[0] for link in links if "://" not in link and not link.startswith("#")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def seed_rows() -> list[tuple[str, str]]:
+    """(function of the seed, cell with where it lives here) of each row of the table."""
+    text = (ROOT / "docs" / "seed-functions.md").read_text()
+    return re.findall(r"^\| `([^`|]+)` \| (.+?) \|", text, re.M)
+
+
+def test_every_function_of_the_seed_is_in_the_table_once() -> None:
+    assert [function for function, _ in seed_rows()] == FUNCTIONS
+
+
+def test_every_place_that_the_table_names_exists() -> None:
+    n_names = 0
+    for function, where in seed_rows():
+        names = re.findall(r"`(rcache_plugin(?:\.\w+)+)`", where)
+        assert names or "not yet" in where or "needs none" in where, f"{function} has no place"
+        for name in names:
+            resolve(name)
+        n_names += len(names)
+    assert n_names >= 40
+
+
+def resolve(dotted: str) -> object:
+    """The object of a dotted name whose first parts are modules. Raises when there is none."""
+    parts = dotted.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            annotations = getattr(found, "__annotations__", {})
+            slots = getattr(found, "__slots__", ())
+            if not hasattr(found, part) and (part in annotations or part in slots):
+                return annotations.get(part, part)
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(dotted)
