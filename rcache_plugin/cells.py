@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +45,7 @@ class Columns(NamedTuple):
     """[size]"""
 
 
-@dataclass(frozen=True, slots=True)
-class CellDelta:
+class CellDelta(NamedTuple):
     """New values for the cells that one step touches: the slot's window as slices, the few others one by one.
 
     `CellTable.apply` returns the delta that takes it back, so the cost of undoing is that of the cells touched.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,10 @@ COMPACT = "compact"
 """Prefers a run of free or own cells, so that n equals n_seqs and no bystander is copied."""
 PLACEMENTS = (CLASSIC, COMPACT)
 
+_INT32 = np.dtype(np.int32)
 
-@dataclass(frozen=True, slots=True)
-class SlotPlan:
+
+class SlotPlan(NamedTuple):
     """Where one ubatch works and what its rows are read from. A value: it changes nothing until it is committed.
 
     The arrays are read-only and stay valid for as long as the plan itself.
@@ -131,8 +132,8 @@ def _plan(table: CellTable, ubatch: UBatch, placement: str) -> SlotPlan | None:
 
 
 def _frozen_rows(rows: Sequence[int]) -> Int32Array:
-    array = np.array(rows, dtype=np.int32)
-    array.setflags(write=False)
+    array = np.array(rows, _INT32)
+    array.flags.writeable = False
     return array
 
 
@@ -143,11 +144,14 @@ def _plan_among_own(table: CellTable, ubatch: UBatch) -> SlotPlan | None:
     cells = [tail[seq_id] for seq_id in ubatch.primary]
     if [owners[cell_id] for cell_id in cells] != ubatch.owners:
         return None
-    head = min(cells)
-    window = list(range(head, head + n))
-    in_order = cells == window
-    if not in_order and sorted(cells) != window:
-        return None
+    head = cells[0]
+    in_order = True
+    if n > 1:
+        head = min(cells)
+        window = list(range(head, head + n))
+        in_order = cells == window
+        if not in_order and sorted(cells) != window:
+            return None
     step = ubatch.n_seq_tokens
     gaps: tuple[tuple[int, int, int], ...] = ()
     if [pos[cell_id] + step for cell_id in cells] != ubatch.pos_last:
