@@ -124,6 +124,10 @@ static int32_t op_s_tensor(void * user, int32_t il, void ** tensor) {
     CALL_PYTHON(user, rcache_py_s_tensor(handle->key, il, tensor));
 }
 
+static int32_t op_p_tensor(void * user, int32_t il, void ** tensor) {
+    CALL_PYTHON(user, rcache_py_p_tensor(handle->key, il, tensor));
+}
+
 static int32_t op_state_write(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags) {
     CALL_PYTHON(user, rcache_py_state_write(handle->key, io, seq_id, flags));
 }
@@ -229,6 +233,7 @@ struct rcache_handle * rcache_handle_new(uint64_t key) {
         .info          = op_info,
         .r_tensor      = op_r_tensor,
         .s_tensor      = op_s_tensor,
+        .p_tensor      = op_p_tensor,
         .state_write   = op_state_write,
         .state_read    = op_state_read,
         .last_error    = op_last_error,
@@ -290,7 +295,7 @@ void rcache_factory_set_error(const char * text) {
     copy_text(text, factory_error, sizeof(factory_error));
 }
 
-static int32_t factory_create(const struct rcache_spec * spec, const struct rcache_vtable ** table) {
+static int32_t factory_create(void * user, const struct rcache_spec * spec, const struct rcache_vtable ** table) {
     if (!spec || !table) {
         rcache_factory_set_error("create needs a spec and a place for the table");
         return RCACHE_STATUS_INVALID;
@@ -306,22 +311,26 @@ static int32_t factory_create(const struct rcache_spec * spec, const struct rcac
         rcache_factory_set_error("Python has ended");
         return RCACHE_STATUS_CLOSED;
     }
-    const int32_t status = rcache_py_create(spec, table);
+    const int32_t status = rcache_py_create((uint64_t) (uintptr_t) user, spec, table);
     leave();
     return status;
 }
 
-static int32_t factory_last_error(char * buf, uint32_t n_buf) {
+static int32_t factory_last_error(void * user, char * buf, uint32_t n_buf) {
+    (void) user;
     return copy_text(factory_error, buf, n_buf);
 }
 
-static const struct rcache_factory the_factory = {
-    .abi_version = RCACHE_ABI_VERSION,
-    .struct_size = sizeof(struct rcache_factory),
-    .create      = factory_create,
-    .last_error  = factory_last_error,
-};
-
-const struct rcache_factory * rcache_factory_get(void) {
-    return &the_factory;
+const struct rcache_factory * rcache_factory_new(uint64_t key) {
+    struct rcache_factory * factory = malloc(sizeof(*factory));
+    if (factory) {
+        *factory = (struct rcache_factory) {
+            .abi_version = RCACHE_ABI_VERSION,
+            .struct_size = sizeof(*factory),
+            .user        = (void *) (uintptr_t) key,
+            .create      = factory_create,
+            .last_error  = factory_last_error,
+        };
+    }
+    return factory;
 }

@@ -1,7 +1,7 @@
 /* Implemented in Python (rcache_plugin/vtable.py), called by native/rcache.c. Read by cffi as well. `key` names the
  * Python object; each answers with a status and lets no exception out. */
 
-int32_t rcache_py_create(const struct rcache_spec * spec, const struct rcache_vtable ** table);
+int32_t rcache_py_create(uint64_t key, const struct rcache_spec * spec, const struct rcache_vtable ** table);
 int32_t rcache_py_prepare(uint64_t key, const struct rcache_ubatch * ubatches, uint32_t n_ubatches);
 int32_t rcache_py_find_slot(uint64_t key, const struct rcache_ubatch * ubatch, struct rcache_slot * slot);
 int32_t rcache_py_s_copy(uint64_t key, int32_t i);
@@ -19,6 +19,7 @@ int32_t rcache_py_get_can_shift(uint64_t key);
 int32_t rcache_py_info(uint64_t key, struct rcache_info * info);
 int32_t rcache_py_r_tensor(uint64_t key, int32_t il, void ** tensor);
 int32_t rcache_py_s_tensor(uint64_t key, int32_t il, void ** tensor);
+int32_t rcache_py_p_tensor(uint64_t key, int32_t il, void ** tensor);
 int32_t rcache_py_state_write(uint64_t key, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
 int32_t rcache_py_state_read(uint64_t key, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
 void    rcache_py_destroy(uint64_t key);

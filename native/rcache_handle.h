@@ -20,7 +20,8 @@ int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const in
 void rcache_handle_set_error(struct rcache_handle * handle, const char * text);
 void rcache_factory_set_error(const char * text);
 
-const struct rcache_factory * rcache_factory_get(void);
+/* A factory whose create goes to the Python function known by `key`; lives as long as the process. NULL: no memory. */
+const struct rcache_factory * rcache_factory_new(uint64_t key);
 
 /* 1: calls go through to Python. 0: they are refused, and this waits up to timeout_ms for those under way. Returns how
  * many were still under way. */

@@ -29,6 +29,7 @@ size_t ggml_backend_buft_get_alloc_size(ggml_buft * buft, const ggml_tensor * te
 bool ggml_backend_buft_is_host(ggml_buft * buft);
 ggml_device * ggml_backend_buft_get_device(ggml_buft * buft);
 
+ggml_buffer * ggml_backend_buft_alloc_buffer(ggml_buft * buft, size_t size);
 ggml_buffer * ggml_backend_alloc_ctx_tensors_from_buft(ggml_context * ctx, ggml_buft * buft);
 void ggml_backend_buffer_free(ggml_buffer * buffer);
 size_t ggml_backend_buffer_get_size(ggml_buffer * buffer);

@@ -104,7 +104,8 @@ class StateBuffers:
         memory = _Memory(lib)
         try:
             for buft, layers in placement.items():
-                memory.allocate(spec, self.n_cells, buft, layers)
+                with lib.connected(buft):
+                    memory.allocate(spec, self.n_cells, buft, layers)
             memory.clear()
         except BaseException:
             memory.free()
@@ -165,7 +166,7 @@ class StateBuffers:
         memory = self._alive()
         wanted = sorted({self._checked_cell(cell) for cell in cells})
         runs = list(_runs((cell, cell) for cell in wanted))
-        for tensor in memory.tensors():
+        for tensor in memory.tensors:
             for cell, _, n in runs:
                 memory.zero(tensor, cell * tensor.row_bytes, n * tensor.row_bytes)
 
@@ -175,7 +176,7 @@ class StateBuffers:
         memory = self._alive()
         src_cell, dst_cell = self._checked_cell(src_cell), self._checked_cell(dst_cell)
         if src_cell != dst_cell:  # backends assume that the two do not overlap
-            for tensor in memory.tensors():
+            for tensor in memory.tensors:
                 memory.copy(tensor, dst_cell, memory, tensor, src_cell, 1)
 
     def copy_rows_from(self, other: StateBuffers, pairs: Iterable[tuple[int, int]]) -> None:
@@ -191,7 +192,7 @@ class StateBuffers:
         checked = [(other._checked_cell(src), self._checked_cell(dst)) for src, dst in pairs]
         # Within one buffer a later pair may read what an earlier one wrote, so each is copied by itself.
         runs = [(src, dst, 1) for src, dst in checked if src != dst] if source is memory else list(_runs(checked))
-        for src_tensor, dst_tensor in zip(source.tensors(), memory.tensors(), strict=True):
+        for src_tensor, dst_tensor in zip(source.tensors, memory.tensors, strict=True):
             for src, dst, n in runs:
                 memory.copy(dst_tensor, dst, source, src_tensor, src, n)
 
@@ -325,6 +326,7 @@ class _Memory:
         self._buffers: list[tuple[str, Any, str | None]] = []  # (name of device, buffer, endpoint)
         self.r: dict[int, _Tensor] = {}
         self.s: dict[int, _Tensor] = {}
+        self.tensors: tuple[_Tensor, ...] = ()  # in an order that depends on the spec only
 
     def __del__(self) -> None:
         self.free()
@@ -332,6 +334,7 @@ class _Memory:
     def free(self) -> None:
         self.r.clear()
         self.s.clear()
+        self.tensors = ()
         self._buffers.clear()
         self._stack.close()
 
@@ -347,7 +350,6 @@ class _Memory:
     def allocate(self, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int]) -> None:
         lib = self._lib
         name, endpoint = lib.buft_name(buft), lib.endpoint_of_buft(buft)
-        lib.require_reachable(endpoint)
         ctx, tensors = _describe(lib, spec, n_cells, buft, layers)
         self._stack.callback(lib.free_context, ctx)
         asked = _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
@@ -372,10 +374,7 @@ class _Memory:
                 data=lib.data_address(cdata) if lib.is_host(buft) else None,
                 endpoint=endpoint,
             )
-
-    def tensors(self) -> list[_Tensor]:
-        """In an order that depends on the spec only."""
-        return [*(self.r[il] for il in sorted(self.r)), *(self.s[il] for il in sorted(self.s))]
+        self.tensors = tuple(tensors[il] for tensors in (self.r, self.s) for il in sorted(tensors))
 
     def sizes(self, spec: CacheSpec, n_cells: int) -> Sizes:
         by_device: dict[str, int] = {}
@@ -447,10 +446,10 @@ def dry_run(
     by_device: dict[str, int] = {}
     for buft, layers in _placement(lib, spec, devices, bufts).items():
         name = lib.buft_name(buft)
-        lib.require_reachable(lib.endpoint_of_buft(buft))
         ctx, tensors = _describe(lib, spec, n_cells, buft, layers)
         try:
-            by_device[name] = by_device.get(name, 0) + _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
+            with lib.connected(buft):
+                by_device[name] = by_device.get(name, 0) + _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
         finally:
             lib.free_context(ctx)
     return Sizes(spec.r_cell_bytes * n_cells, spec.s_cell_bytes * n_cells, sum(by_device.values()), by_device)

@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from .cells import CellTable
-from .errors import ClosedError, InvalidArgument, Unsupported
+from .errors import ClosedError, CorruptTable, InvalidArgument, StateError, Unsupported
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
 from .spec import CacheSpec
-from .ubatch import CELL_NONE, UBatch
+from .state_io import Reader, StateImage, Writer, columns_of, read_state, write_state
+from .ubatch import CELL_NONE, SEQ_ANY, UBatch
 
 if TYPE_CHECKING:
     from .buffers import StateBuffers
@@ -25,6 +26,18 @@ class PlanObserver(Protocol):
 
     def publish(self, plan: SlotPlan | None) -> None:
         """Called after each slot, and with None when there is no slot any more."""
+
+
+class _RowBytes:
+    """A `Writer` for whoever takes bytes only."""
+
+    def __init__(self, writer: Writer, buffers: StateBuffers) -> None:
+        self.write = writer.write
+        self._buffers = buffers
+
+    def write_rows(self, which: str, il: int, first: int, n_rows: int) -> None:
+        for cell_id in range(first, first + n_rows):
+            self.write(self._buffers.get_row(which, il, cell_id))  # type: ignore[arg-type]
 
 
 class RecurrentCache:
@@ -53,9 +66,12 @@ class RecurrentCache:
         devices: str | Sequence[str | None] | None = None,
         bufts: Sequence[int | None] | None = None,
         allocate: bool = True,
+        n_rs_seq: int = 0,
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgument(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
+        if n_rs_seq:
+            raise Unsupported(f"n_rs_seq={n_rs_seq}: this version keeps no snapshots behind the rows")
         self.spec = spec
         self.placement = placement
         self.table = CellTable(n_cells, n_seq_max)
@@ -296,6 +312,74 @@ class RecurrentCache:
             self._prepared.clear()
             self._publish(None)
 
+    # states
+
+    def state_write(self, writer: Writer, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+        """Writes the state of one sequence, or of the whole cache, in llama.cpp's format (see `state_io`).
+
+        `writer` has ``write(bytes)``, as a binary file has; one that also has ``write_rows`` is given the rows' places
+        instead of their bytes. `flags` are llama.cpp's; none of them changes what a recurrent state writes. Raises
+        `SeqIdError`, and `Unsupported` without buffers.
+        """
+        with self._lock:
+            table, buffers = self._open(), self._with_buffers()
+            write_state(writer if hasattr(writer, "write_rows") else _RowBytes(writer, buffers), table, self.spec, seq_id)
+
+    def state_read(self, reader: Reader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+        """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.
+
+        Everything is read and checked first: when it raises `StateError`, the cache is what it was. A sequence goes to
+        an empty cell, or, if there is none, to its own.
+        """
+        with self._lock:
+            table, buffers = self._open(), self._with_buffers()
+            image = read_state(reader, table, self.spec, seq_id)
+            if seq_id == SEQ_ANY:
+                self._restore_all(image, buffers)
+            elif image.cells:
+                self._restore_one(image, buffers, seq_id)
+            else:
+                table.seq_rm(seq_id, -1, -1)
+
+    def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
+        # rows are written over live ones: if a device fails in the middle, no state can be trusted
+        try:
+            for i in range(len(image.cells)):
+                self._set_rows(image, buffers, i, i)
+        except BaseException:
+            self.table.clear()
+            raise
+        self.table.restore(image.cells)
+        self._publish(None)
+
+    def _restore_one(self, image: StateImage, buffers: StateBuffers, seq_id: int) -> None:
+        table = self.table.copy()
+        table.seq_rm(seq_id, -1, -1)
+        step = UBatch.single(seq_id, image.cells[0].pos)
+        plans = plan_slots(table, (step,), self.placement)
+        if plans is None:
+            raise StateError(f"all {table.size} cells are taken, there is no room for sequence {seq_id}")
+        target = plans[0].head
+        own = self.table.tail(seq_id)
+        if target == own:  # its old state is written over
+            self.table.seq_rm(seq_id, -1, -1)
+        self._set_rows(image, buffers, 0, target)
+        self.table.seq_rm(seq_id, -1, -1)
+        plans = plan_slots(self.table, (step,), self.placement)
+        if plans is None or plans[0].head != target:
+            raise CorruptTable(f"the cell {target} that sequence {seq_id} was restored to is not the one it gets")
+        commit(self.table, plans[0])
+        self._publish(None)
+
+    def _set_rows(self, image: StateImage, buffers: StateBuffers, i: int, cell_id: int) -> None:
+        for column in columns_of(self.spec):
+            buffers.set_row(column.which, column.il, cell_id, image.row(column, i))  # type: ignore[arg-type]
+
+    def _with_buffers(self) -> StateBuffers:
+        if self.buffers is None:
+            raise Unsupported("this cache was made without buffers")
+        return self.buffers
+
     # memory
 
     def r_tensor(self, il: int) -> int | None:
@@ -307,13 +391,19 @@ class RecurrentCache:
         """As `r_tensor`, of s."""
         return self._tensor(il, "s")
 
+    def p_tensor(self, il: int) -> int | None:
+        """As `r_tensor`, of p."""
+        return self._tensor(il, "p")
+
     def _tensor(self, il: int, which: str) -> int | None:
         self._open()
         if not 0 <= il < self.spec.n_layer:
             raise InvalidArgument(f"layer {il} is outside the model's {self.spec.n_layer} layers")
-        if self.buffers is None:
-            raise Unsupported("this cache was made without buffers")
-        return (self.buffers.r_l if which == "r" else self.buffers.s_l)[il]
+        buffers = self._with_buffers()
+        if which == "p" and not self.spec.n_embd_p:
+            return None
+        tensors: tuple[int | None, ...] = getattr(buffers, f"{which}_l")
+        return tensors[il]
 
     @property
     def size_r_bytes(self) -> int:

@@ -319,6 +319,25 @@ class CellTable:
                 self._join(seq_id, cell_id)
         return moves
 
+    def restore(self, cells: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Replaces everything by these states, (position, sequences) of the cells 0, 1, ...; rows are the caller's.
+
+        Raises `InvalidArgument`, with nothing changed, when they do not fit, and `CorruptTable` for a sequence in two
+        cells or an id that cannot be.
+        """
+        if len(cells) > self.size:
+            raise InvalidArgument(f"{len(cells)} states do not fit into {self.size} cells")
+        other = CellTable(self.size, self.n_seq_max)
+        other.n, other.rs_z = self.n, self.rs_z
+        for cell_id, (pos, seq_ids) in enumerate(cells):
+            other._pos[cell_id], other._src[cell_id] = pos, cell_id
+            for seq_id in seq_ids:
+                other._join(other.check_seq_id(seq_id), cell_id)
+        other.check()
+        self._pos, self._src, self._owners, self._tail = other._pos, other._src, other._owners, other._tail
+        self._empty, self.head = other._empty, 0
+        self._touch()
+
     def drop_cells(self, cell_ids: Iterable[int]) -> None:
         """Removes every sequence of these cells and what is known of their rows: whoever comes next starts from zero.
 

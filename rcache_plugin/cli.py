@@ -28,8 +28,10 @@ from .hosts.sampling import sample
 from .ubatch import CELL_NONE, POS_NONE, Float32Array
 
 if TYPE_CHECKING:
+    from .cells import CellTable
     from .hosts.mamba import MambaContext, MambaModel
     from .hosts.tokenizer import StreamDecoder
+    from .table_client import TableClient
 
 EXIT_ERROR = 2
 """Exit code of an error that was reported in one line; argparse uses the same."""
@@ -258,9 +260,8 @@ class _Session:
         self.stop_ids = model.tokenizer.stop_ids
         self.pos = 0
         self.logits: Float32Array | None = None  # of the prompt's last token, float32 [n_vocab]
-        self.sequences = [
-            _Sequence(i, args.seed + i, model.tokenizer.stream_decoder()) for i in range(args.seqs)
-        ]
+        decoder = model.tokenizer.stream_decoder
+        self.sequences = [_Sequence(i, args.seed + i, decoder()) for i in range(args.seqs)]
         self.figures = _Figures()
 
     @classmethod
@@ -283,6 +284,7 @@ class _Session:
                 n_ubatch=args.ubatch,
                 n_threads=args.threads,
                 placement=args.placement,
+                consecutive_seq_ids=False,  # sequences that have ended leave gaps; one ubatch does for the rest
             )
         )
         return cls(args, context, model, text, stop)
@@ -368,22 +370,22 @@ class _Session:
             print(line, file=sys.stderr)
 
     def _show_cells(self, title: str) -> None:
-        if not self.cells:
+        cache = self.context.cache
+        if not self.cells or cache is None:
             return
         from rich.console import Console
         from rich.table import Table
 
         table = Table("cell", "pos", "sequences", "read from", "", title=title, title_justify="left")
-        for row in _cell_rows(self.context):
+        for row in _cell_rows(cache.table, self.context.table):
             table.add_row(*row)
         Console(highlight=False).print(table)
 
 
-def _cell_rows(context: MambaContext) -> Iterator[tuple[str, str, str, str, str]]:
+def _cell_rows(cells: CellTable, table: TableClient) -> Iterator[tuple[str, str, str, str, str]]:
     """The cell table and what the last slot did: cell, pos, sequences, row that its state was read from, marks."""
-    info = context.table.info()
-    sources = context.table.s_copy(info.n) if info.n else ()
-    cells = context.cache.table
+    info = table.info()
+    sources = table.s_copy(info.n) if info.n else ()
     for i in range(info.size):
         cell = cells.cell(i)
         in_slot = info.head <= i < info.head + len(sources)

@@ -17,12 +17,13 @@ import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ._ffi import BASE_FUNCTIONS, REGISTRY_FUNCTIONS, function_names, ggml_ffi
-from .errors import BackendError, GgmlNotFound, InvalidArgument
+from .errors import AllocationError, BackendError, GgmlNotFound, InvalidArgument
 
 ENV_VAR = "RCACHE_GGML"
 """Environment variable that names a ggml library file or the folder of one."""
@@ -159,17 +160,22 @@ class GgmlLib:
     # -- devices and buffer types -------------------------------------------------------------------------------------
 
     def devices(self) -> tuple[Device, ...]:
-        """All devices that this ggml has registered, in its order."""
-        handles = (self._registry.ggml_backend_dev_get(i) for i in range(self._registry.ggml_backend_dev_count()))
-        return tuple(self._device(handle) for handle in handles)
+        """All devices that this ggml has registered, in its order. One that cannot be reached tells no memory."""
+        return tuple(self._device(handle) for handle in self._device_handles())
 
     def device(self, name: str) -> Device:
         """The device called `name`, without regard to case. Raises `InvalidArgument` with the names there are."""
-        devices = self.devices()
-        for device in devices:
-            if device.name.lower() == name.lower():
-                return device
-        raise InvalidArgument(f"no device {name!r}; this ggml has {', '.join(d.name for d in devices) or 'none'}")
+        return self._device(self._handle_of(name))
+
+    def _device_handles(self) -> list[Any]:
+        return [self._registry.ggml_backend_dev_get(i) for i in range(self._registry.ggml_backend_dev_count())]
+
+    def _handle_of(self, name: str) -> Any:
+        handles = {self._text(self._base.ggml_backend_dev_name(handle)): handle for handle in self._device_handles()}
+        for known, handle in handles.items():
+            if known.lower() == name.lower():
+                return handle
+        raise InvalidArgument(f"no device {name!r}; this ggml has {', '.join(handles) or 'none'}")
 
     def _device(self, handle: Any) -> Device:
         free, total = self._device_memory(handle)
@@ -189,7 +195,7 @@ class GgmlLib:
 
     def _device_memory(self, handle: Any) -> tuple[int, int]:
         endpoint = self.endpoint_of(handle)
-        if endpoint is not None and not rpc_reachable(endpoint):
+        if endpoint is not None and rpc_connection(endpoint) is False:
             return 0, 0
         free, total = self.ffi.new("size_t *"), self.ffi.new("size_t *")
         self._base.ggml_backend_dev_memory(handle, free, total)
@@ -209,12 +215,12 @@ class GgmlLib:
         `BackendError` when the device cannot be reached or has no buffer type."""
         if device is None:
             return self.cpu_buft()
-        if isinstance(device, str):
-            device = self.device(device)
-        self.require_reachable(self.endpoint_of(device.handle))
-        buft = self._base.ggml_backend_dev_buffer_type(device.handle)
+        handle = self._handle_of(device) if isinstance(device, str) else device.handle
+        self.require_reachable(self.endpoint_of(handle))
+        buft = self._base.ggml_backend_dev_buffer_type(handle)
         if buft == self.ffi.NULL:
-            raise BackendError(f"device {device.name} has no buffer type, or cannot be reached")
+            name = self._text(self._base.ggml_backend_dev_name(handle))
+            raise BackendError(f"device {name} cannot be reached, or has no memory of its own")
         return buft
 
     def buft_at(self, address: int) -> Any:
@@ -230,8 +236,7 @@ class GgmlLib:
             return handle
         # ggml leaves the device of its plain host memory open.
         if buft == self.cpu_buft():
-            for i in range(self._registry.ggml_backend_dev_count()):
-                handle = self._registry.ggml_backend_dev_get(i)
+            for handle in self._device_handles():
                 if self._kind(self._base.ggml_backend_dev_type(handle)) == "CPU":
                     return handle
         return None
@@ -274,10 +279,9 @@ class GgmlLib:
         self.require_reachable(endpoint)
         server = self.ffi.cast("rpc_add_server_t", add_server)(endpoint.encode())
         if server == self.ffi.NULL or not self._base.ggml_backend_reg_dev_count(server):
-            raise BackendError(f"the RPC server at {endpoint} offers no device")
+            raise BackendError(f"no RPC server answers at {endpoint}, or it has no device")
         first = self._base.ggml_backend_reg_dev_get(server, 0)
-        known = (self._registry.ggml_backend_dev_get(i) for i in range(self._registry.ggml_backend_dev_count()))
-        if first not in known:
+        if first not in self._device_handles():
             self._registry.ggml_backend_register(server)
         return self._device(first)
 
@@ -296,13 +300,38 @@ class GgmlLib:
 
     @staticmethod
     def require_reachable(endpoint: str | None) -> None:
-        """Raises `BackendError` when the RPC server at `endpoint` is known to be gone; None is always there.
+        """Raises `BackendError` when the connection to the RPC server at `endpoint` is lost; None is always there.
 
         ggml's RPC client ends the process at the first call on a lost connection, so each call on an RPC device is
         preceded by this one.
         """
-        if endpoint is not None and not rpc_reachable(endpoint):
+        if endpoint is not None and rpc_connection(endpoint) is False:
             raise BackendError(f"the RPC server at {endpoint} is gone; what it held is lost")
+
+    @contextmanager
+    def connected(self, buft: Any) -> Iterator[None]:
+        """Keeps one connection to the RPC server of `buft` meanwhile; nothing for other buffer types.
+
+        ggml connects for a single call when no buffer of that server is alive, and crashes when it cannot. So the
+        server is tried first, and a buffer of some bytes holds the connection. Raises `BackendError` when the server
+        cannot be reached, `AllocationError` when it has not even these bytes.
+        """
+        endpoint = self.endpoint_of_buft(buft)
+        if endpoint is None:
+            yield
+            return
+        self.require_reachable(endpoint)
+        if rpc_connection(endpoint) is None and not rpc_connectable(endpoint):
+            raise BackendError(f"no RPC server answers at {endpoint}")
+        n_bytes = self.alignment(buft)
+        buffer = self._base.ggml_backend_buft_alloc_buffer(buft, n_bytes)
+        if buffer == self.ffi.NULL:
+            raise AllocationError(f"{n_bytes} bytes could not be had on {self.buft_name(buft)}")
+        try:
+            yield
+        finally:
+            if rpc_connection(endpoint) is not False:
+                self._base.ggml_backend_buffer_free(buffer)
 
     # -- tensors and buffers ------------------------------------------------------------------------------------------
 
@@ -512,28 +541,35 @@ def _split_endpoint(endpoint: str) -> tuple[str, int]:
     return match.group(1), int(match.group(2))
 
 
-def rpc_reachable(endpoint: str) -> bool:
-    """Whether calls on the RPC server at ``host:port`` can go through.
+def rpc_connection(endpoint: str) -> bool | None:
+    """Whether the connection of this process to the RPC server at ``host:port`` is open (True) or lost (False); None
+    when there is none, or the system does not tell.
 
-    ggml holds one connection a server: when this process has one, its far end must be open; when it has none, one must
-    be possible. A server that dies within a call, or a cable that is pulled, is not seen. Costs some microseconds
-    while there is a connection.
+    A server that dies within a call, or a cable that is pulled, is not seen. Costs some microseconds.
     """
     try:
         address = _resolve(*_split_endpoint(endpoint))
     except OSError:
-        return False
+        return None
     known = _connections.get(address)
     state = None if known is None else _far_end(known, address)
     if state is None:
-        descriptors = _open_descriptors()
-        states = ((fd, _far_end(fd, address)) for fd in descriptors)
-        found = next(((fd, state) for fd, state in states if state is not None), None)
-        if found is None:
-            _connections.pop(address, None)
-            return _connectable(address)
-        _connections[address], state = found
+        _connections.pop(address, None)
+        for descriptor in _open_descriptors():
+            state = _far_end(descriptor, address)
+            if state is not None:
+                _connections[address] = descriptor
+                break
     return state
+
+
+def rpc_connectable(endpoint: str) -> bool:
+    """Whether something at ``host:port`` accepts a connection."""
+    try:
+        with socket.create_connection(_resolve(*_split_endpoint(endpoint)), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 _connections: dict[tuple[str, int], int] = {}
@@ -543,14 +579,6 @@ _connections: dict[tuple[str, int], int] = {}
 @functools.lru_cache
 def _resolve(host: str, port: int) -> tuple[str, int]:
     return socket.gethostbyname(host), port  # as ggml does; raises OSError
-
-
-def _connectable(address: tuple[str, int]) -> bool:
-    try:
-        with socket.create_connection(address, timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def _open_descriptors() -> list[int]:

@@ -70,18 +70,23 @@ class CacheSpec:
     n_embd_s: tuple[int, ...]
     """Elements of s (ssm state) of each layer, [n_layer]."""
     type_r: StateType = field(default=F32)
+    """Type of r and p."""
     type_s: StateType = field(default=F32)
+    n_embd_p: tuple[int, ...] = ()
+    """Elements of p, a second conv-like state that few models have, of each layer, [n_layer]; empty: none."""
 
     def __post_init__(self) -> None:
-        if len(self.n_embd_r) != len(self.n_embd_s):
-            raise InvalidArgument(f"n_embd_r has {len(self.n_embd_r)} layers, n_embd_s {len(self.n_embd_s)}")
-        if any(n < 0 for n in (*self.n_embd_r, *self.n_embd_s)):
-            raise InvalidArgument("n_embd_r and n_embd_s must not be negative")
+        for name, counts in (("n_embd_s", self.n_embd_s), ("n_embd_p", self.n_embd_p or self.n_embd_r)):
+            if len(self.n_embd_r) != len(counts):
+                raise InvalidArgument(f"n_embd_r has {len(self.n_embd_r)} layers, {name} {len(counts)}")
+        if any(n < 0 for n in (*self.n_embd_r, *self.n_embd_s, *self.n_embd_p)):
+            raise InvalidArgument("n_embd_r, n_embd_s and n_embd_p must not be negative")
         if not self.layers:
             raise InvalidArgument("no layer keeps a state")
         for il in self.layers:  # raises for rows that do not fill whole blocks
             self.r_row_bytes(il)
             self.s_row_bytes(il)
+            self.p_row_bytes(il)
 
     @classmethod
     def make(
@@ -90,6 +95,7 @@ class CacheSpec:
         n_embd_s: Sequence[int],
         type_r: str | int | StateType = "f32",
         type_s: str | int | StateType = "f32",
+        n_embd_p: Sequence[int] = (),
     ) -> CacheSpec:
         """From any sequences and any way to name the types."""
         return cls(
@@ -97,6 +103,7 @@ class CacheSpec:
             tuple(int(n) for n in n_embd_s),
             StateType.of(type_r),
             StateType.of(type_s),
+            tuple(int(n) for n in n_embd_p),
         )
 
     @classmethod
@@ -120,7 +127,8 @@ class CacheSpec:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that keep a state."""
-        return tuple(il for il in range(self.n_layer) if self.n_embd_r[il] or self.n_embd_s[il])
+        counts = zip(self.n_embd_r, self.n_embd_s, self.n_embd_p or self.n_embd_r, strict=True)
+        return tuple(il for il, layer in enumerate(counts) if any(layer))
 
     def r_row_bytes(self, il: int) -> int:
         """Bytes of one cell's r in layer `il`; 0 when the layer keeps none."""
@@ -129,6 +137,15 @@ class CacheSpec:
     def s_row_bytes(self, il: int) -> int:
         """Bytes of one cell's s in layer `il`; 0 when the layer keeps none."""
         return self.type_s.row_bytes(self.n_embd_s[il])
+
+    def p_row_bytes(self, il: int) -> int:
+        """Bytes of one cell's p in layer `il`; 0 when the layer keeps none."""
+        return self.type_r.row_bytes(self.n_embd_p[il]) if self.n_embd_p else 0
+
+    @property
+    def p_cell_bytes(self) -> int:
+        """Bytes of one cell's p over all layers."""
+        return sum(self.p_row_bytes(il) for il in self.layers)
 
     @property
     def r_cell_bytes(self) -> int:
@@ -143,4 +160,4 @@ class CacheSpec:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one cell: what one sequence costs."""
-        return self.r_cell_bytes + self.s_cell_bytes
+        return self.r_cell_bytes + self.s_cell_bytes + self.p_cell_bytes

@@ -208,6 +208,10 @@ class TableClient:
         """As `r_tensor`, of s."""
         return self._tensor("s_tensor", il)
 
+    def p_tensor(self, il: int) -> int | None:
+        """As `r_tensor`, of p."""
+        return self._tensor("p_tensor", il)
+
     def _tensor(self, name: str, il: int) -> int | None:
         out = ffi.new("void **")
         self._call(name, il, out)

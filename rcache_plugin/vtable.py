@@ -13,17 +13,17 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ._rcache import ffi, lib
 from .cache import RecurrentCache
-from .errors import AllocationError, InvalidArgument, RcacheError, Status, Unsupported, status_of
+from .errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
 from .slots import CLASSIC, COMPACT, SlotPlan
 from .spec import CacheSpec
-from .ubatch import POS_NONE, UBatch
+from .ubatch import POS_NONE, SEQ_ANY, UBatch
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ _EXIT_WAIT_MS = 2000
 
 _keys = itertools.count(1)
 _tables: weakref.WeakValueDictionary[int, HostVTable] = weakref.WeakValueDictionary()
+_creators: dict[int, Callable[[CacheRequest], RecurrentCache]] = {}
 _owned_by_host: dict[int, HostVTable] = {}  # made by the factory: kept until the host destroys them
 _waiting = threading.local()
 
@@ -149,10 +150,46 @@ def _let_go(handle: Any, key: int) -> None:
     lib.rcache_handle_close(handle)
 
 
+class CacheRequest(NamedTuple):
+    """What a host asked a factory for, ``struct rcache_spec``."""
+
+    spec: CacheSpec
+    n_cells: int
+    n_seq_max: int | None
+    placement: str
+    bufts: list[int | None] | None
+    """Addresses of ggml buffer types, [n_layer]; None is the CPU's."""
+    ggml_library: str | None
+    n_rs_seq: int
+
+    def make(self) -> RecurrentCache:
+        """The cache as asked for."""
+        from .ggml_lib import GgmlLib
+
+        return RecurrentCache(
+            self.spec, self.n_cells, n_seq_max=self.n_seq_max, placement=self.placement, bufts=self.bufts,
+            ggml=GgmlLib.find(self.ggml_library),
+        )
+
+
+def new_factory(create: Callable[[CacheRequest], RecurrentCache]) -> int:
+    """Address of a new ``struct rcache_factory`` whose caches `create` makes; it lives as long as the process.
+
+    What `create` raises becomes a status and the text of the factory's ``last_error``. Raises `AllocationError`.
+    """
+    _install()
+    key = next(_keys)
+    factory = lib.rcache_factory_new(key)
+    if factory == ffi.NULL:
+        raise AllocationError("no memory for a factory of the C interface")
+    _creators[key] = create
+    return int(ffi.cast("uintptr_t", factory))
+
+
+@cache
 def factory_address() -> int:
     """Address of the ``struct rcache_factory``, with which a host written in C makes caches of its own."""
-    _install()
-    return int(ffi.cast("uintptr_t", lib.rcache_factory_get()))
+    return new_factory(CacheRequest.make)
 
 
 def _ubatch(c: Any) -> UBatch:
@@ -229,8 +266,45 @@ def _tensor(table: HostVTable, il: int, tensor: Any, which: str) -> None:
         tensor[0] = ffi.cast("void *", address)
 
 
-def _no_state_io(table: HostVTable, io: Any, seq_id: int, flags: int) -> None:
-    raise Unsupported("this version does not write or read states yet")
+class _CStream:
+    """``struct rcache_io`` as the reader and writer of `state_io`. Raises `StateError` when the host's side fails."""
+
+    def __init__(self, table: HostVTable, io: Any, needed: str) -> None:
+        if io == ffi.NULL or io.struct_size < ffi.sizeof("struct rcache_io") or getattr(io, needed) == ffi.NULL:
+            raise InvalidArgument(f"rcache_io is NULL, its struct_size is not set, or it has no {needed}")
+        self._io = io
+        self._cache = table.cache
+
+    def _check(self, status: int, what: str) -> None:
+        if status != Status.OK:
+            raise StateError(f"the host's {what} failed with status {status}")
+
+    def read(self, n_bytes: int) -> bytes:
+        data = ffi.new("char[]", n_bytes)
+        self._check(self._io.read(self._io.user, data, n_bytes), f"read of {n_bytes} bytes")
+        return bytes(ffi.buffer(data))
+
+    def write(self, data: bytes) -> None:
+        self._check(self._io.write(self._io.user, ffi.from_buffer(data), len(data)), f"write of {len(data)} bytes")
+
+    def write_rows(self, which: str, il: int, first: int, n_rows: int) -> None:
+        spec, buffers = self._cache.spec, self._cache.buffers
+        row_bytes = getattr(spec, f"{which}_row_bytes")(il)
+        if self._io.write_tensor == ffi.NULL and buffers is not None:
+            for cell_id in range(first, first + n_rows):
+                self.write(buffers.get_row(which, il, cell_id))  # type: ignore[arg-type]
+            return
+        tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
+        status = self._io.write_tensor(self._io.user, tensor, first * row_bytes, n_rows * row_bytes)
+        self._check(status, f"write of {n_rows} rows of layer {il}, {which}")
+
+
+def _state_write(table: HostVTable, io: Any, seq_id: int, flags: int) -> None:
+    table.cache.state_write(_CStream(table, io, "write"), seq_id if seq_id >= 0 else SEQ_ANY, flags)
+
+
+def _state_read(table: HostVTable, io: Any, seq_id: int, flags: int) -> None:
+    table.cache.state_read(_CStream(table, io, "read"), seq_id if seq_id >= 0 else SEQ_ANY, flags)
 
 
 # by the name in the C interface; None as an answer stands for RCACHE_STATUS_OK
@@ -250,8 +324,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "info": _info,
     "r_tensor": partial(_tensor, which="r_tensor"),
     "s_tensor": partial(_tensor, which="s_tensor"),
-    "state_write": _no_state_io,
-    "state_read": _no_state_io,
+    "p_tensor": partial(_tensor, which="p_tensor"),
+    "state_write": _state_write,
+    "state_read": _state_read,
 }
 
 
@@ -294,9 +369,9 @@ def _destroy_entry(key: int) -> None:
             log.error("closing a cache for its host failed", exc_info=error)
 
 
-def _create_entry(spec: Any, out: Any) -> int:
+def _create_entry(key: int, spec: Any, out: Any) -> int:
     try:
-        table = HostVTable(_cache_from(spec))
+        table = HostVTable(_creators[key](_request(spec)))
     except BaseException as error:
         lib.rcache_factory_set_error(f"{type(error).__name__}: {error}".replace("\0", "").encode("utf-8", "replace"))
         if not isinstance(error, RcacheError):
@@ -307,24 +382,24 @@ def _create_entry(spec: Any, out: Any) -> int:
     return Status.OK
 
 
-def _cache_from(c: Any) -> RecurrentCache:
+def _request(c: Any) -> CacheRequest:
     n_layer = c.n_layer
     if not 0 < n_layer <= _MAX_TOKENS or ffi.NULL in (c.n_embd_r, c.n_embd_s):
         raise InvalidArgument(f"a spec of {n_layer} layers, n_embd_r at {c.n_embd_r}, n_embd_s at {c.n_embd_s}")
     if c.placement not in _PLACEMENT:
         raise InvalidArgument(f"placement {c.placement} is not one of enum rcache_placement")
-    from .ggml_lib import GgmlLib
-
-    where = None if c.ggml_library == ffi.NULL else ffi.string(c.ggml_library).decode("utf-8", "surrogateescape")
+    n_embd_p = [] if c.n_embd_p == ffi.NULL else ffi.unpack(c.n_embd_p, n_layer)
     bufts = None
     if c.buft != ffi.NULL:
         bufts = [int(ffi.cast("uintptr_t", buft)) or None for buft in ffi.unpack(c.buft, n_layer)]
-    spec = CacheSpec.make(
-        ffi.unpack(c.n_embd_r, n_layer), ffi.unpack(c.n_embd_s, n_layer), c.type_r, c.type_s
-    )
-    return RecurrentCache(
-        spec, c.n_cells, n_seq_max=c.n_seq_max or None, placement=_PLACEMENT[c.placement], bufts=bufts,
-        ggml=GgmlLib.find(where),
+    return CacheRequest(
+        CacheSpec.make(ffi.unpack(c.n_embd_r, n_layer), ffi.unpack(c.n_embd_s, n_layer), c.type_r, c.type_s, n_embd_p),
+        c.n_cells,
+        c.n_seq_max or None,
+        _PLACEMENT[c.placement],
+        bufts,
+        None if c.ggml_library == ffi.NULL else ffi.string(c.ggml_library).decode("utf-8", "surrogateescape"),
+        c.n_rs_seq,
     )
 
 

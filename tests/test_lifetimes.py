@@ -54,7 +54,7 @@ def test_exit_with_a_cache_that_only_a_host_holds(shared_object: Path) -> None:
     c_spec = ffi.new("struct rcache_spec *", dict(abi_version=1, struct_size=ffi.sizeof("struct rcache_spec"),
                      n_cells=2, n_layer=1, n_embd_r=n_embd, n_embd_s=n_embd))
     out = ffi.new("const struct rcache_vtable **")
-    assert factory.create(c_spec, out) == 0
+    assert factory.create(factory.user, c_spec, out) == 0
     client = TableClient(int(ffi.cast("uintptr_t", out[0])))
     assert client.find_slot(UBatch.single(0, 0)) == (0, 1, 0)
     """)

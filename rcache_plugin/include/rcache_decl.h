@@ -48,6 +48,10 @@ struct rcache_spec {
     const uint32_t * n_embd_s;     /* [n_layer] elements of s in a cell */
     void * const * buft;           /* [n_layer] ggml_backend_buffer_type_t; NULL, whole or by layer: the CPU's */
     const char * ggml_library;     /* path of libggml-base (or the folder of the ggml libraries); NULL: as found */
+    const uint32_t * n_embd_p;     /* [n_layer] elements of p in a cell, a second conv history of type_r; NULL: none */
+    uint32_t n_rs_seq;             /* snapshots of earlier tokens that the host's graphs write behind the rows: each
+                                    * tensor then has (1 + n_rs_seq) * n_cells rows, see docs/c-interface.md */
+    uint32_t reserved;             /* 0 */
 };
 
 /* An equal-length micro-batch: n_seqs sequence sets, n_seq_tokens tokens of each, set after set. */
@@ -142,9 +146,10 @@ struct rcache_vtable {
 
     int32_t (*info)(void * user, struct rcache_info * info);
 
-    /* ggml_tensor * of a layer, [n_embd, size]; NULL in *tensor: the layer keeps no state. */
+    /* ggml_tensor * of a layer, [n_embd, size]; NULL in *tensor: the layer keeps no such state. */
     int32_t (*r_tensor)(void * user, int32_t il, void ** tensor);
     int32_t (*s_tensor)(void * user, int32_t il, void ** tensor);
+    int32_t (*p_tensor)(void * user, int32_t il, void ** tensor);
 
     /* seq_id < 0: the whole cache. flags: 0. */
     int32_t (*state_write)(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
@@ -158,14 +163,15 @@ struct rcache_vtable {
     void (*destroy)(void * user);
 };
 
-/* How a host makes caches. One static object; valid for the life of the process. */
+/* How a host makes caches. Valid for the life of the process. */
 struct rcache_factory {
     uint32_t abi_version;
     uint32_t struct_size;          /* sizeof(struct rcache_factory) */
+    void * user;                   /* first argument of each call */
 
     /* On RCACHE_STATUS_OK *table is a new cache's table, owned by the caller until destroy. */
-    int32_t (*create)(const struct rcache_spec * spec, const struct rcache_vtable ** table);
+    int32_t (*create)(void * user, const struct rcache_spec * spec, const struct rcache_vtable ** table);
 
     /* As in the table: the text of the last error of create on this thread. */
-    int32_t (*last_error)(char * buf, uint32_t n_buf);
+    int32_t (*last_error)(void * user, char * buf, uint32_t n_buf);
 };

@@ -167,8 +167,8 @@ static int scenario(const struct rcache_vtable * t, int use_mask) {
     CHECK(t->seq_pos_max(t->user, 1000, &pos) == RCACHE_STATUS_INVALID && pos == -1);
     CHECK(t->seq_cp(t->user, 0, -7, -1, -1) == RCACHE_STATUS_INVALID);
     CHECK(t->seq_rm(t->user, 1000, -1, -1) == RCACHE_STATUS_REFUSED);
-    CHECK(t->state_write(t->user, NULL, -1, 0) == RCACHE_STATUS_UNSUPPORTED);
-    CHECK(t->state_read(t->user, NULL, -1, 0) == RCACHE_STATUS_UNSUPPORTED);
+    CHECK(t->state_write(t->user, NULL, -1, 0) == RCACHE_STATUS_INVALID);
+    CHECK(t->state_read(t->user, NULL, -1, 0) == RCACHE_STATUS_INVALID);
     CHECK(verify(t, rows, ledger, 6, use_mask) == 0);
 
     /* a failed computation: its sequences are gone, the others are not */
@@ -209,26 +209,26 @@ int abi_run_factory(const struct rcache_factory * factory, int placement, int us
     CHECK(factory->abi_version == RCACHE_ABI_VERSION && factory->struct_size >= sizeof(*factory));
 
     spec.abi_version = RCACHE_ABI_VERSION + 1;
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_ABI && !table);
-    CHECK(factory->last_error(text, sizeof(text)) > 0 && strstr(text, "version 2"));
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_ABI && !table);
+    CHECK(factory->last_error(factory->user, text, sizeof(text)) > 0 && strstr(text, "version 2"));
     spec.abi_version = RCACHE_ABI_VERSION;
     spec.struct_size = 8;
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_ABI && !table);
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_ABI && !table);
     spec.struct_size = sizeof(spec);
     spec.n_cells = 0;
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_INVALID && !table);
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_INVALID && !table);
     spec.n_cells = 8;
     spec.placement = 7;
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_INVALID && !table);
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_INVALID && !table);
     spec.placement = placement;
     spec.ggml_library = "/nowhere/libggml-base.so";
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_BACKEND && !table);
-    CHECK(factory->last_error(text, sizeof(text)) > 0 && strstr(text, "/nowhere"));
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_BACKEND && !table);
+    CHECK(factory->last_error(factory->user, text, sizeof(text)) > 0 && strstr(text, "/nowhere"));
     spec.ggml_library = ggml_library;
-    CHECK(factory->create(NULL, &table) == RCACHE_STATUS_INVALID);
-    CHECK(factory->create(&spec, NULL) == RCACHE_STATUS_INVALID);
+    CHECK(factory->create(factory->user, NULL, &table) == RCACHE_STATUS_INVALID);
+    CHECK(factory->create(factory->user, &spec, NULL) == RCACHE_STATUS_INVALID);
 
-    CHECK(factory->create(&spec, &table) == RCACHE_STATUS_OK && table);
+    CHECK(factory->create(factory->user, &spec, &table) == RCACHE_STATUS_OK && table);
     const int line = scenario(table, use_mask);
     table->destroy(table->user);
     return line;

@@ -1,0 +1,210 @@
+"""llama-cpp-python on this package's cache: an unmodified libllama calls `RecurrentCache` instead of its own class.
+
+    import rcache_plugin.hosts.llama
+    rcache_plugin.hosts.llama.install()     # before the first import of llama_cpp
+    import llama_cpp
+
+or ``from rcache_plugin.hosts.llama import Llama``, or ``python -m rcache_plugin exec script.py``. How the class is
+replaced is told in docs/llama-host.md. Models without recurrent layers never come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..cache import RecurrentCache
+from ..errors import AbiMismatch, RcacheError
+from ..ggml_lib import GgmlLib
+from ..llama_build import LlamaInstall, build, find_install
+from ..slots import CLASSIC
+from ..vtable import ABI_VERSION, CacheRequest, new_factory
+
+log = logging.getLogger(__name__)
+
+
+class HostOrderError(RcacheError, ImportError):
+    """Something was imported before `install` that makes the replacement impossible in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the caches of contexts made from now on work."""
+
+    placement: str = CLASSIC
+    """``"classic"`` (llama.cpp's, cell for cell) or ``"compact"``."""
+    consecutive_seq_ids: bool = True
+    """Whether a ubatch holds consecutive sequence ids only, as llama.cpp splits it; models without attention only."""
+    spare_cells: int = 0
+    """Cells beyond one for each sequence."""
+
+
+class _Host:
+    """What `install` has put into this process; there is one libllama, so there is one of these."""
+
+    def __init__(self, found: LlamaInstall, adapter: Any, libllama: Any, ggml: GgmlLib) -> None:
+        self.found = found
+        self.adapter = adapter
+        self.libllama = libllama  # keeps it mapped, globally
+        self.ggml = ggml
+        self.options = Options()
+        self.caches: weakref.WeakSet[RecurrentCache] = weakref.WeakSet()
+        self.local = threading.local()
+
+    def create(self, request: CacheRequest) -> RecurrentCache:
+        """Makes the cache of a new context; runs inside libllama's constructor."""
+        options: Options = getattr(self.local, "options", self.options)
+        n_seq_max = request.n_seq_max or request.n_cells
+        cache = RecurrentCache(
+            request.spec,
+            request.n_cells + options.spare_cells,
+            n_seq_max=n_seq_max,
+            placement=options.placement,
+            ggml=self.ggml,
+            bufts=request.bufts,
+            n_rs_seq=request.n_rs_seq,
+        )
+        self.adapter.rcache_llama_set_consecutive(int(options.consecutive_seq_ids))
+        self.caches.add(cache)
+        getattr(self.local, "made", []).append(cache)
+        return cache
+
+
+_host: _Host | None = None
+_install_lock = threading.Lock()
+
+
+def install(
+    *,
+    placement: str = CLASSIC,
+    consecutive_seq_ids: bool = True,
+    spare_cells: int = 0,
+    adapter: str | os.PathLike[str] | None = None,
+) -> None:
+    """Loads the adapter and libllama, so that `import llama_cpp` finds the class replaced. Again: sets the options.
+
+    The adapter is built when this machine has not built it yet (`llama_build.build`, some seconds); `adapter` names a
+    built one instead. Raises `HostOrderError` when llama_cpp or ggml is in the process already, `LlamaBuildError` when
+    there is no adapter to be had, `AbiMismatch` for one of another version.
+    """
+    global _host
+    options = Options(placement, consecutive_seq_ids, spare_cells)
+    with _install_lock:
+        if _host is None:
+            _check_order()
+            found = find_install()
+            path = Path(adapter) if adapter is not None else build(found)
+            _host = _load(found, path)
+        _host.options = options
+
+
+def installed() -> bool:
+    """Whether `install` has succeeded in this process."""
+    return _host is not None
+
+
+def caches() -> tuple[RecurrentCache, ...]:
+    """The open caches of all contexts in this process, in no order."""
+    return () if _host is None else tuple(cache for cache in _host.caches if not cache.closed)
+
+
+@contextlib.contextmanager
+def context_options(**changes: Any) -> Iterator[list[RecurrentCache]]:
+    """While inside, contexts made by this thread use these `Options`; gives the list that their caches are put into.
+
+    Raises `HostOrderError` before `install`.
+    """
+    if _host is None:
+        raise HostOrderError("call rcache_plugin.hosts.llama.install() first")
+    before = dict(vars(_host.local))
+    made: list[RecurrentCache] = []
+    _host.local.options = replace(before.get("options", _host.options), **changes)
+    _host.local.made = made
+    try:
+        yield made
+    finally:
+        vars(_host.local).clear()
+        vars(_host.local).update(before)
+
+
+def _check_order() -> None:
+    if "llama_cpp" in sys.modules:
+        raise HostOrderError(
+            "llama_cpp is imported already, with its own class bound: call rcache_plugin.hosts.llama.install(), or "
+            "import rcache_plugin.hosts.llama.Llama, before the first import of llama_cpp"
+        )
+    if "ggml" in sys.modules:
+        raise HostOrderError(
+            "ggml (ggml-python) is imported already: llama_cpp's library would silently use its older functions. Use "
+            "the two in different processes, or import ggml after llama_cpp"
+        )
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    mapped = sorted({line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libllama.so" in line})
+    if mapped:
+        raise HostOrderError(f"a libllama is loaded already ({', '.join(mapped)}): install() has to come before it")
+
+
+def _load(found: LlamaInstall, path: Path) -> _Host:
+    # the adapter first: the linker takes the first definition in the global scope for libllama's own calls; lazily,
+    # because what it calls itself is in libllama
+    adapter = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
+    version = adapter.rcache_llama_abi_version()
+    if version != ABI_VERSION:
+        raise AbiMismatch(f"{path} speaks version {version} of the interface, this is version {ABI_VERSION}: build again")
+    libllama = ctypes.CDLL(str(found.libllama), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    host = _Host(found, adapter, libllama, GgmlLib.find(found.libllama.parent))
+    adapter.rcache_llama_set_factory.argtypes = [ctypes.c_void_p]
+    adapter.rcache_llama_set_factory(new_factory(host.create))
+    log.info("llama-cpp-python %s runs on rcache (%s)", found.version, path)
+    return host
+
+
+def _llama_class() -> type:
+    """Our `Llama`, made when it is first asked for, because llama_cpp must not be imported before `install`."""
+    if _host is None:
+        install()
+    import llama_cpp
+
+    class Llama(llama_cpp.Llama):  # type: ignore[misc]
+        """`llama_cpp.Llama` on this package's cache: the same arguments, and those of `Options` besides.
+
+        `rcache` is the `RecurrentCache` of its context; None for a model without recurrent layers.
+        """
+
+        rcache: RecurrentCache | None = None
+
+        def __init__(
+            self,
+            *args: Any,
+            placement: str | None = None,
+            consecutive_seq_ids: bool | None = None,
+            spare_cells: int | None = None,
+            **kwargs: Any,
+        ) -> None:
+            given = {"placement": placement, "consecutive_seq_ids": consecutive_seq_ids, "spare_cells": spare_cells}
+            with context_options(**{name: value for name, value in given.items() if value is not None}) as made:
+                super().__init__(*args, **kwargs)
+            self.rcache = made[-1] if made else None
+
+    Llama.__module__ = __name__
+    Llama.__qualname__ = "Llama"
+    return Llama
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Llama":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["Llama"] = _llama_class()
+    return globals()["Llama"]
