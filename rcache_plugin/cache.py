@@ -70,11 +70,9 @@ class RecurrentCache:
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgument(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
-        if n_rs_seq:
-            raise Unsupported(f"n_rs_seq={n_rs_seq}: this version keeps no snapshots behind the rows")
         self.spec = spec
         self.placement = placement
-        self.table = CellTable(n_cells, n_seq_max)
+        self.table = CellTable(n_cells, n_seq_max, n_rs_seq)
         self.buffers: StateBuffers | None = None
         self._devices, self._bufts = devices, bufts
         self._lock = threading.RLock()
@@ -86,7 +84,7 @@ class RecurrentCache:
             from .ggml_lib import GgmlLib
 
             self._ggml = ggml if ggml is not None else GgmlLib.find()
-            self.buffers = StateBuffers(self._ggml, spec, n_cells, devices=devices, bufts=bufts)
+            self.buffers = StateBuffers(self._ggml, spec, n_cells * (1 + n_rs_seq), devices=devices, bufts=bufts)
         self._closed = False
 
     # life
@@ -300,9 +298,11 @@ class RecurrentCache:
             if self.buffers is not None:
                 from .buffers import StateBuffers
 
-                larger = StateBuffers(self._ggml, self.spec, n_cells, devices=self._devices, bufts=self._bufts)
+                n_rows = n_cells * (1 + self.table.n_rs_seq)
+                larger = StateBuffers(self._ggml, self.spec, n_rows, devices=self._devices, bufts=self._bufts)
+                old, row_of = self.table.used_cells(), self.table.row_of
                 try:
-                    larger.copy_rows_from(self.buffers, ((c, moves.get(c, c)) for c in self.table.used_cells()))
+                    larger.copy_rows_from(self.buffers, ((row_of(c), moves.get(c, c)) for c in old))
                 except BaseException:
                     larger.close()
                     raise
@@ -323,7 +323,9 @@ class RecurrentCache:
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            write_state(writer if hasattr(writer, "write_rows") else _RowBytes(writer, buffers), table, self.spec, seq_id)
+            if not hasattr(writer, "write_rows"):
+                writer = _RowBytes(writer, buffers)
+            write_state(writer, table, self.spec, seq_id)
 
     def state_read(self, reader: Reader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.

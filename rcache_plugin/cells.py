@@ -22,6 +22,18 @@ Owners = tuple[int, ...]
 """Sequences of one cell in ascending order; empty for an empty cell."""
 
 
+class Snapshots(NamedTuple):
+    """What the host's graphs have kept of earlier tokens behind a cell's row, and how far back it was taken."""
+
+    kept: int
+    """Tokens that the state can go back."""
+    back: int
+    """Tokens that it has gone back since it was written: it is to be read from that snapshot."""
+
+
+NO_SNAPSHOTS = Snapshots(0, 0)
+
+
 class Cell(NamedTuple):
     """One cell as it stands."""
 
@@ -64,6 +76,8 @@ class CellDelta(NamedTuple):
     """(cell, pos, src, owners) outside the window."""
     tails: Sequence[tuple[int, int]] = ()
     """(seq_id, cell)"""
+    snapshots: Sequence[tuple[int, Snapshots]] = ()
+    """(cell, snapshots), anywhere"""
 
 
 _EPOCHS = itertools.count(1)
@@ -91,11 +105,17 @@ def iter_bits(mask: int) -> Iterator[int]:
 class CellTable:
     """`size` cells for sequences ``0 .. n_seq_max - 1`` (default: as many as cells).
 
+    With `n_rs_seq` the host's graphs keep the states of that many earlier tokens in rows behind the cells' (snapshot k
+    of cell c is row ``k * size + c``), so that `seq_rm` can take back the last tokens of a step.
+
     Every change draws a new `epoch`; `slots.commit` refuses a plan made at another one. Raises `InvalidArgument` for a
-    size or n_seq_max below 1.
+    size or n_seq_max below 1, or a negative n_rs_seq.
     """
 
-    __slots__ = ("_empty", "_owners", "_pos", "_src", "_tail", "epoch", "head", "n", "n_seq_max", "rs_z", "size")
+    __slots__ = (
+        "_empty", "_owners", "_pos", "_snapshots", "_src", "_tail", "epoch", "head", "n", "n_rs_seq", "n_seq_max",
+        "rs_z", "size",
+    )
 
     size: int
     n_seq_max: int
@@ -107,12 +127,15 @@ class CellTable:
     """Row that the last slot's new sequences read zeros from; `CELL_NONE` if none."""
     epoch: int
 
-    def __init__(self, size: int, n_seq_max: int | None = None) -> None:
+    def __init__(self, size: int, n_seq_max: int | None = None, n_rs_seq: int = 0) -> None:
         _check_size(size)
         if n_seq_max is not None and n_seq_max < 1:
             raise InvalidArgument(f"n_seq_max is {n_seq_max}, it must be at least 1")
+        if n_rs_seq < 0 or size * (1 + n_rs_seq) > POS_MAX:
+            raise InvalidArgument(f"n_rs_seq is {n_rs_seq} for {size} cells")
         self.size = size
         self.n_seq_max = size if n_seq_max is None else n_seq_max
+        self.n_rs_seq = n_rs_seq
         self.n = 0
         self.rs_z = CELL_NONE
         self.clear()
@@ -164,6 +187,17 @@ class CellTable:
         """The columns pos, src, owners and tail themselves, for the planner, which only reads them."""
         return self._pos, self._src, self._owners, self._tail
 
+    def snapshots(self, cell_id: int) -> Snapshots:
+        """What can be taken back of cell `cell_id`. Raises `InvalidArgument` outside the table."""
+        self.cell(cell_id)
+        return self._snapshots.get(cell_id, NO_SNAPSHOTS)
+
+    def row_of(self, cell_id: int) -> int:
+        """The row that holds the cell's state as it stands: its own, or a snapshot behind it."""
+        if not self._snapshots:
+            return cell_id
+        return cell_id + self._snapshots.get(cell_id, NO_SNAPSHOTS).back * self.size
+
     def check_seq_id(self, seq_id: int, what: str = "seq_id") -> int:
         """`seq_id`, if it is one. Raises `SeqIdError` with the id and the limit."""
         if not 0 <= seq_id < self.n_seq_max:
@@ -190,7 +224,8 @@ class CellTable:
 
         A state can't be erased in part: False, and nothing has changed, when the range takes some of a sequence's
         positions but not all, and for a seq_id that cannot be. True when there was nothing to remove. `SEQ_ANY` takes
-        everything or nothing.
+        everything or nothing. With `n_rs_seq` the last tokens can be taken back, once, as far as the last step of this
+        sequence has kept snapshots of them and no other sequence shares the state.
         """
         p0, p1 = _span(p0, p1)
         if seq_id >= self.n_seq_max:
@@ -205,6 +240,8 @@ class CellTable:
         cell_id = self._tail[seq_id]
         if cell_id == CELL_NONE or p0 > self._pos[cell_id]:
             return True
+        if p0 > 0 and p1 > self._pos[cell_id]:
+            return self._take_back(cell_id, p0)
         if p0 > 0 or p1 <= self._pos[cell_id]:
             return False
         self._leave(seq_id)
@@ -238,14 +275,15 @@ class CellTable:
     def seq_keep(self, seq_id: int) -> None:
         """Drops every sequence but this one. Raises `SeqIdError`."""
         kept = self._tail[self.check_seq_id(seq_id)]
-        pos = self._pos[kept] if kept != CELL_NONE else POS_NONE
-        src = self._src[kept] if kept != CELL_NONE else CELL_NONE
-        head = self.head
-        self.clear()
+        head, state, snapshots = self.head, None, None
         if kept != CELL_NONE:
-            self._pos[kept] = pos
-            self._src[kept] = src
+            state, snapshots = self.cell(kept), self._snapshots.get(kept)
+        self.clear()
+        if state is not None:
+            self._pos[kept], self._src[kept] = state.pos, state.src
             self._join(seq_id, kept)
+        if snapshots is not None:
+            self._snapshots[kept] = snapshots
         # the next search starts at the first cell that is not the kept one
         self.head = min(head, 1 if kept == 0 else 0)
 
@@ -281,16 +319,18 @@ class CellTable:
         self._src = [CELL_NONE] * self.size
         self._owners: list[Owners] = [()] * self.size
         self._tail = [CELL_NONE] * self.n_seq_max
+        self._snapshots: dict[int, Snapshots] = {}  # of the cells that have any
         self._empty = (1 << self.size) - 1
         self.head = 0
         self._touch()
 
     def resize(self, n_cells: int, n_seq_max: int | None = None) -> tuple[tuple[int, int], ...]:
-        """Changes the number of cells and keeps every state; returns which rows are to be moved, as (old, new) cells.
+        """Changes the number of cells and keeps every state; returns which cells move, as (old, new).
 
-        States beyond the new end move to the first empty cells; the others stay. `n_seq_max` defaults to the larger of
-        what it was and `n_cells`. The slot of the last step is forgotten. Raises `InvalidArgument`, with nothing
-        changed, when the states or the ids in use do not fit.
+        States beyond the new end move to the first empty cells; the others stay. Each is then in its own row: snapshots
+        are given up, and a state that was taken back has to be copied from `row_of` its old cell. `n_seq_max` defaults
+        to the larger of what it was and `n_cells`. The slot of the last step is forgotten. Raises `InvalidArgument`,
+        with nothing changed, when the states or the ids in use do not fit.
         """
         _check_size(n_cells)
         if n_seq_max is None:
@@ -335,7 +375,7 @@ class CellTable:
                 other._join(other.check_seq_id(seq_id), cell_id)
         other.check()
         self._pos, self._src, self._owners, self._tail = other._pos, other._src, other._owners, other._tail
-        self._empty, self.head = other._empty, 0
+        self._empty, self._snapshots, self.head = other._empty, {}, 0
         self._touch()
 
     def drop_cells(self, cell_ids: Iterable[int]) -> None:
@@ -350,7 +390,8 @@ class CellTable:
 
     def copy(self) -> CellTable:
         """A table of its own with the same content and epoch."""
-        other = CellTable(self.size, self.n_seq_max)
+        other = CellTable(self.size, self.n_seq_max, self.n_rs_seq)
+        other._snapshots = self._snapshots.copy()
         other._pos, other._src, other._tail = self._pos.copy(), self._src.copy(), self._tail.copy()
         other._owners, other._empty = self._owners.copy(), self._empty
         other.head, other.n, other.rs_z, other.epoch = self.head, self.n, self.rs_z, self.epoch
@@ -384,7 +425,9 @@ class CellTable:
         for seq_id, cell_id in delta.tails:
             tail[seq_id] = cell_id
         undo = CellDelta(self.head, self.n, self.rs_z, first, pos[first:end], src[first:end], undo_owners, undo_others,
-                         undo_tails)
+                         undo_tails, [(cell_id, self.snapshots(cell_id)) for cell_id, _ in delta.snapshots])
+        for cell_id, snapshots in delta.snapshots:
+            self._set_snapshots(cell_id, snapshots)
         pos[first:end] = delta.pos
         src[first:end] = delta.src
         self.head, self.n, self.rs_z, self.epoch = delta.head, delta.n, delta.rs_z, epoch
@@ -427,6 +470,11 @@ class CellTable:
         for seq_id, (found, kept) in enumerate(zip(tails, self._tail, strict=False)):
             if found != kept:
                 yield f"the tail of sequence {seq_id} is {kept}, but its cell is {found}"
+        for cell_id, (kept, back) in self._snapshots.items():
+            if (kept, back) == NO_SNAPSHOTS or not self._owners[cell_id]:
+                yield f"cell {cell_id} with owners {self._owners[cell_id]} has snapshots {kept}, {back} on record"
+            if not (0 <= kept <= self.n_rs_seq and 0 <= back <= self.n_rs_seq):
+                yield f"cell {cell_id} has snapshots {kept}, {back} of {self.n_rs_seq}"
         if not 0 <= self.head < self.size:
             yield f"head is {self.head} of {self.size} cells"
         if self.n < 0 or self.n > self.size or not CELL_NONE <= self.rs_z < self.size:
@@ -453,6 +501,24 @@ class CellTable:
         if not self._owners[cell_id]:
             self._pos[cell_id] = POS_NONE
             self._src[cell_id] = CELL_NONE
+            self._snapshots.pop(cell_id, None)
+
+    def _set_snapshots(self, cell_id: int, snapshots: Snapshots) -> None:
+        if snapshots == NO_SNAPSHOTS:
+            self._snapshots.pop(cell_id, None)
+        else:
+            self._snapshots[cell_id] = snapshots
+
+    def _take_back(self, cell_id: int, p0: int) -> bool:
+        """Lets the state of a cell end before position `p0`, if a snapshot of it was kept."""
+        kept, back = self._snapshots.get(cell_id, NO_SNAPSHOTS)
+        n_tokens = self._pos[cell_id] - (p0 - 1)
+        if back or n_tokens > kept or len(self._owners[cell_id]) > 1:
+            return False
+        self._snapshots[cell_id] = Snapshots(kept, n_tokens)
+        self._pos[cell_id] = p0 - 1
+        self._touch()
+        return True
 
     def _drop(self, cell_ids: Iterable[int]) -> None:
         first = self.size
@@ -462,6 +528,7 @@ class CellTable:
             self._set_owners(cell_id, ())
             self._pos[cell_id] = POS_NONE
             self._src[cell_id] = CELL_NONE
+            self._snapshots.pop(cell_id, None)
             first = min(first, cell_id)
         self.head = min(self.head, first)
         self._touch()

@@ -281,7 +281,7 @@ class GgmlLib:
         if server == self.ffi.NULL or not self._base.ggml_backend_reg_dev_count(server):
             raise BackendError(f"no RPC server answers at {endpoint}, or it has no device")
         first = self._base.ggml_backend_reg_dev_get(server, 0)
-        if first not in self._device_handles():
+        if first not in self._device_handles():  # not every ggml sees by itself that it has it already
             self._registry.ggml_backend_register(server)
         return self._device(first)
 

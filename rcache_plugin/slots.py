@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cells import CellDelta, CellTable, Owners
+from .cells import NO_SNAPSHOTS, CellDelta, CellTable, Owners, Snapshots
 from .errors import InvalidArgument, SeqIdError, StalePlan
 from .ubatch import CELL_NONE, POS_NONE, Float32Array, Int32Array, UBatch
 
@@ -145,6 +145,8 @@ def _plan_among_own(table: CellTable, ubatch: UBatch) -> SlotPlan | None:
     if [owners[cell_id] for cell_id in cells] != ubatch.owners:
         return None
     head = cells[0]
+    if table.n_rs_seq and any(table.row_of(cell_id) != cell_id for cell_id in cells):
+        return None
     in_order = True
     if n > 1:
         head = min(cells)
@@ -162,11 +164,21 @@ def _plan_among_own(table: CellTable, ubatch: UBatch) -> SlotPlan | None:
         )
     rows = _frozen_rows(cells)
     if in_order:
-        delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, cells, None)
+        delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, cells, None, (), (), _kept_by(table, ubatch, head))
     else:
         tails = [(seq_id, cell_id) for ids, cell_id in zip(ubatch.seq_ids, window, strict=True) for seq_id in ids]
-        delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, window, ubatch.owners, (), tails)
+        delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, window, ubatch.owners, (), tails,
+                          _kept_by(table, ubatch, head))
     return SlotPlan(table.epoch, table.new_epoch(), head, n, n, CELL_NONE, rows, rows, gaps, delta)
+
+
+def _kept_by(table: CellTable, ubatch: UBatch, head: int) -> list[tuple[int, Snapshots]]:
+    """The snapshots that the host's graph writes for the ubatch's sets, whose rows are ``head ..``."""
+    if not table.n_rs_seq:
+        return []
+    # the state after each of a set's last tokens, and no more of them than it has tokens here
+    kept = Snapshots(min(table.n_rs_seq, ubatch.n_seq_tokens - 1), 0)
+    return [(cell_id, kept) for cell_id in range(head, head + ubatch.n_seqs)]
 
 
 class _Draft:
@@ -196,7 +208,10 @@ class _Draft:
     def get(self, cell_id: int) -> tuple[int, int, Owners]:
         if cell_id in self.pos:
             return self.pos[cell_id], self.src[cell_id], self.owners[cell_id]
-        return self.base_pos[cell_id], self.base_src[cell_id], self.base_owners[cell_id]
+        src = self.base_src[cell_id]
+        if src != CELL_NONE:
+            src = self.table.row_of(cell_id)
+        return self.base_pos[cell_id], src, self.base_owners[cell_id]
 
     def leave(self, seq_id: int) -> None:
         """Takes a sequence out of its cell, if it has one."""
@@ -299,7 +314,7 @@ class _Draft:
         if zero_row_always or CELL_NONE in src:
             # a row that is nobody's source; there is one whenever a row has no source. Cells outside the window read
             # their own rows only
-            read = set(src)
+            read = {row % self.table.size if row > 0 else row for row in src}
             rs_z = next((cell_id for cell_id in window if cell_id not in read), CELL_NONE)
         gaps = tuple(
             (seq_id, state[0], last)
@@ -311,9 +326,9 @@ class _Draft:
                 self.tails[seq_id] = cell_id
         rows = _frozen_rows(src)
         s_copy = _frozen_rows([rs_z if row < 0 else row for row in src]) if CELL_NONE in src else rows
-        others = [
-            (cell_id, *self.get(cell_id)) for cell_id in self.pos if not first <= cell_id <= self.last
-        ]
+        outside = [cell_id for cell_id in self.pos if not first <= cell_id <= self.last]
+        others = [(cell_id, pos, min(row, cell_id), owners)
+                  for cell_id in outside for pos, row, owners in (self.get(cell_id),)]
         delta = CellDelta(
             first, n, rs_z, first,
             ubatch.pos_last + [state[0] for state in states[n_seqs:]],
@@ -321,10 +336,25 @@ class _Draft:
             ubatch.owners + [state[2] for state in states[n_seqs:]],
             others,
             list(self.tails.items()),
+            self.snapshots(src, outside),
         )
         return SlotPlan(
             self.table.epoch, self.table.new_epoch(), first, n, n_seqs, rs_z, rows, s_copy, gaps, delta
         )
+
+
+    def snapshots(self, src: list[int], outside: list[int]) -> list[tuple[int, Snapshots]]:
+        """What is left of the snapshots: new ones of the ubatch's sets, the old ones of whoever is not moved."""
+        table = self.table
+        if not table.n_rs_seq:
+            return []
+        after = _kept_by(table, self.ubatch, self.first)
+        after += [
+            (cell_id, table.snapshots(cell_id) if src[cell_id - self.first] == cell_id else NO_SNAPSHOTS)
+            for cell_id in range(self.first + self.ubatch.n_seqs, self.last + 1)
+        ]
+        after += [(cell_id, table.snapshots(cell_id) if self.owners[cell_id] else NO_SNAPSHOTS) for cell_id in outside]
+        return after
 
 
 def _lowest_run(mask: int, length: int) -> int:

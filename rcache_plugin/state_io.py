@@ -1,11 +1,11 @@
-"""The wire format of states, llama.cpp's byte for byte. Needs neither ggml nor cffi: bytes, the cell table and the spec.
+"""The wire format of states, llama.cpp's byte for byte. Needs neither ggml nor cffi: bytes, cell table and spec only.
 
 All numbers are little endian, as the machines are that llama.cpp runs on::
 
     u32 cells
     for each cell: i32 position, u32 number of ids, then that many i32 sequence ids (none in a sequence's own state)
     u32 0 (s is not transposed), u32 layers of the model
-    for each layer with r: i32 type, u64 row bytes, the rows of the cells; then, where the layer has p: u64 row bytes, rows
+    for each layer with r: i32 type, u64 row bytes, the rows of the cells; if it has p: u64 row bytes, the rows of p
     for each layer with s: i32 type, u64 row bytes, the rows of the cells
 
 Reading gives a value, `StateImage`; nothing is changed before all of it has been read and found right.
@@ -101,7 +101,7 @@ def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int =
         header.append(struct.pack(f"<iI{len(ids)}i", cell.pos, len(ids), *ids))
     header.append(struct.pack("<II", 0, spec.n_layer))
     writer.write(b"".join(header))
-    runs = list(_runs(cells))
+    runs = list(_runs([table.row_of(cell_id) for cell_id in cells]))
     for column in columns_of(spec):
         writer.write(_column_header(column))
         for first, n_rows in runs:
@@ -176,10 +176,10 @@ def _expect(what: str, found: int, expected: int) -> None:
         raise StateError(f"{what}: expected {expected}, found {found}")
 
 
-def _runs(cells: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, length) of consecutive cells."""
+def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, length) of consecutive rows."""
     first = 0
-    for i in range(1, len(cells) + 1):
-        if i == len(cells) or cells[i] != cells[i - 1] + 1:
-            yield cells[first], i - first
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield rows[first], i - first
             first = i

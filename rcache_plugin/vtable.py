@@ -168,7 +168,7 @@ class CacheRequest(NamedTuple):
 
         return RecurrentCache(
             self.spec, self.n_cells, n_seq_max=self.n_seq_max, placement=self.placement, bufts=self.bufts,
-            ggml=GgmlLib.find(self.ggml_library),
+            ggml=GgmlLib.find(self.ggml_library), n_rs_seq=self.n_rs_seq,
         )
 
 
