@@ -276,6 +276,17 @@ def test_copy_rows_from_another(lib: SpyLib, buffers: StateBuffers, pairs: list[
     assert content(buffers) == theirs
 
 
+def test_copy_rows_checks_each_cell_where_it_belongs(lib: SpyLib, buffers: StateBuffers) -> None:
+    with StateBuffers(lib, SPEC, 12) as wider:
+        rows = fill(wider)
+        wider.copy_rows_from(buffers, [(0, 11)])
+        buffers.copy_rows_from(wider, [(10, 0)])
+        assert buffers.get_row("r", 0, 0) == rows["r", 0, 10]
+        for target, source, pair in ((wider, buffers, (8, 0)), (buffers, wider, (0, 8))):
+            with pytest.raises(InvalidArgument, match="cell 8 is not one of 0 to 7"):
+                target.copy_rows_from(source, [pair])
+
+
 def test_copy_rows_within_one_buffer_go_in_order(buffers: StateBuffers) -> None:
     rows = fill(buffers)
     buffers.copy_rows_from(buffers, [(0, 1), (1, 2), (5, 5), (2, 3)])
@@ -457,6 +468,17 @@ def test_more_than_the_device_has(lib: SpyLib) -> None:
         StateBuffers(lib, CacheSpec.make([1 << 40], [0]), 8)
     assert isinstance(caught.value, MemoryError) and "8 cells" in str(caught.value)
     assert not lib.leaked()
+
+
+def test_more_than_the_device_has_is_not_tried(lib: SpyLib, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux would promise it."""
+    monkeypatch.setattr(lib, "memory_total", lambda buft: 1000)
+    with StateBuffers(lib, CacheSpec.make([1], [0]), 10):
+        pass
+    lib.log.clear()
+    with pytest.raises(AllocationError, match=r"1024 bytes .* which has 1000 bytes"):
+        StateBuffers(lib, CacheSpec.make([1], [0]), 256)
+    assert not any("buffer" in entry for entry in lib.log) and not lib.leaked()
 
 
 def test_more_than_ggml_can_get(

@@ -208,6 +208,17 @@ def test_copy_row_within_each_device(lib: SpyLib, split: list[str | None]) -> No
         assert content(buffers) == {(w, il, c): rows[w, il, 2 if c == 5 else c] for w, il, c in rows}
 
 
+def test_copy_of_a_row_to_itself_asks_nothing_of_the_device(
+    lib: SpyLib, rpc: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StateBuffers(lib, SPEC, 4, devices=rpc.name) as buffers:
+        rows = fill(buffers)
+        monkeypatch.setattr(lib, "copy_elements", None)  # backends may assume that the two rows do not overlap
+        buffers.copy_row(3, 3)
+        buffers.copy_rows_from(buffers, [(2, 2)])
+        assert content(buffers) == rows
+
+
 @pytest.mark.parametrize(
     "ours, theirs", [("rpc", "rpc"), ("cpu", "rpc"), ("rpc", "cpu"), ("split", "rpc"), ("cpu", "split")]
 )
@@ -225,6 +236,21 @@ def test_copy_rows_between_devices(lib: SpyLib, rpc: Device, split: list[str | N
             (w, il, c): read[w, il, source_of[c]] if c in source_of else data for (w, il, c), data in written.items()
         }
         assert content(source) == read
+    assert not lib.leaked()
+
+
+def test_devices_of_two_copies_of_ggml_meet_in_host_memory(
+    lib: SpyLib, rpc: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lib, "same_copy", lambda other: False)
+    monkeypatch.setattr(lib, "copy_elements", None)  # neither copy can take the other's tensors
+    with (
+        StateBuffers(lib, SPEC, 4, devices=rpc.name) as source,
+        StateBuffers(lib, SPEC, 4, devices=rpc.name) as target,
+    ):
+        rows = fill(source)
+        target.copy_rows_from(source, [(0, 0), (1, 1), (2, 2), (3, 3)])
+        assert content(target) == rows
 
 
 def test_rows_on_the_server_cannot_be_viewed(lib: SpyLib, split: list[str | None]) -> None:
@@ -247,6 +273,7 @@ def test_server_frees_what_we_close(lib: SpyLib, server: Server, rpc: Device) ->
     with StateBuffers(lib, CacheSpec.make([4], [0]), 1, devices=rpc.name) as buffers:
         buffers.get_row("r", 0, 0)
         assert held - server_resident() > 12 << 20
+    assert rpc_connection(server.endpoint) is None  # free for another process
 
 
 # -- failure ----------------------------------------------------------------------------------------------------------
@@ -273,7 +300,7 @@ def test_rows_that_the_protocol_cannot_carry(lib: SpyLib, rpc: Device) -> None:
 
 
 LOST = """
-    import os, signal, sys
+    import os, select, signal, sys
     from rcache_plugin.buffers import StateBuffers, dry_run
     from rcache_plugin.errors import BackendError
     from rcache_plugin.ggml_lib import GgmlLib
@@ -285,10 +312,9 @@ LOST = """
     buffers = StateBuffers(lib, spec, 4, devices=[None, rpc.name])
     buffers.set_row("s", 1, 2, bytes(range(16)))
     assert buffers.get_row("s", 1, 2) == bytes(range(16))
+    ended = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    with open(f"/proc/{pid}/stat") as stat:  # a zombie until its parent looks
-        while stat.read().split()[2] != "Z":
-            stat.seek(0)
+    select.select([ended], [], [])  # all its threads, and so its sockets
     if not guarded:
         lib.require_reachable = lambda endpoint: None
         buffers.get_row("s", 1, 2)
@@ -324,7 +350,7 @@ def test_server_lost_within_a_call_ends_the_process(own_server: Server) -> None:
 def test_lost_before_the_first_buffer(own_server: Server) -> None:
     out = child(
         """
-        import os, signal, sys
+        import os, select, signal, sys
         from rcache_plugin.buffers import StateBuffers
         from rcache_plugin.errors import BackendError
         from rcache_plugin.ggml_lib import GgmlLib
@@ -332,10 +358,9 @@ def test_lost_before_the_first_buffer(own_server: Server) -> None:
         lib = GgmlLib.find()
         rpc = lib.add_rpc_server(sys.argv[1])
         StateBuffers(lib, CacheSpec.make([4], [4]), 1, devices=rpc.name).close()
+        ended = os.pidfd_open(int(sys.argv[2]))
         os.kill(int(sys.argv[2]), signal.SIGTERM)
-        with open(f"/proc/{sys.argv[2]}/stat") as stat:
-            while stat.read().split()[2] != "Z":
-                stat.seek(0)
+        select.select([ended], [], [])
         try:
             StateBuffers(lib, CacheSpec.make([4], [4]), 1, devices=rpc.name)
         except BackendError as error:
@@ -370,10 +395,11 @@ def test_looking_at_connections_leaves_them_alone() -> None:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         assert rpc_connection(endpoint) is None and rpc_connectable(endpoint)
         listener.accept()[0].close()
-        with socket.create_connection(listener.getsockname()) as ours:
+        with socket.create_connection(listener.getsockname(), timeout=5) as ours:
             theirs, _ = listener.accept()
             with theirs:
                 assert rpc_connection(endpoint) is True
+                assert rpc_connection("127.0.0.2:1") is None  # no connection to there
                 theirs.sendall(b"x")
                 assert rpc_connection(endpoint) is True and ours.recv(1) == b"x"  # looked at, not taken
             deadline = time.monotonic() + 5
