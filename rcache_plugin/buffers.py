@@ -21,19 +21,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import AllocationError, BackendError, ClosedError, InvalidArgument
 from .ggml_lib import GgmlLib
-from .spec import CacheSpec, StateType
+from .spec import WHICH, CacheSpec, StateType, Which
 
 logger = logging.getLogger(__name__)
-
-Which = Literal["r", "s"]
-"""The conv-like state or the ssm state."""
 
 MAX_CELLS = 2**31 - 1
 """Cell ids are int32."""
@@ -41,6 +38,7 @@ MAX_CELLS = 2**31 - 1
 _MAX_BYTES = 1 << 62
 _RPC_MAX_ROW = 1 << 32  # the RPC protocol has row strides of 32 bits
 _ZEROS = memoryview(bytes(1 << 20))
+_NAMES: dict[Which, str] = {"r": "cache_r_l{}", "s": "cache_s_l{}", "p": "cache_ple_r_l{}"}  # as in llama.cpp
 # What numpy has no type for (bf16, quantised) is shown as bytes.
 _DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "f64": np.float64}
 
@@ -57,6 +55,8 @@ class Sizes:
     """All buffers, padding included."""
     by_device: dict[str, int]
     """Buffers by device; a buffer type that is not its device's default one stands under its own name."""
+    p_bytes: int = 0
+    """All p tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,7 @@ class StateBuffers:
             memory.free()
             raise
         self._memory = memory
-        self._r_l = _addresses(lib, memory.r, spec.n_layer)
-        self._s_l = _addresses(lib, memory.s, spec.n_layer)
+        self._addresses = {which: _addresses(lib, memory.by_layer[which], spec.n_layer) for which in WHICH}
         _log(memory.sizes(spec, self.n_cells), spec, self.n_cells)
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -121,15 +120,19 @@ class StateBuffers:
     def r_l(self) -> tuple[int | None, ...]:
         """Addresses of the ``ggml_tensor`` ``cache_r_l<il>``, [n_layer]; None where a layer keeps no r. Raises
         `ClosedError`."""
-        self._alive()
-        return self._r_l
+        return self.tensors("r")
 
     @property
     def s_l(self) -> tuple[int | None, ...]:
         """Addresses of the ``ggml_tensor`` ``cache_s_l<il>``, [n_layer]; None where a layer keeps no s. Raises
         `ClosedError`."""
+        return self.tensors("s")
+
+    def tensors(self, which: Which) -> tuple[int | None, ...]:
+        """Addresses of the ``ggml_tensor`` r, s or p of each layer, [n_layer]; None where there is none. Raises
+        `ClosedError`."""
         self._alive()
-        return self._s_l
+        return self._addresses[which]
 
     @property
     def total_size(self) -> int:
@@ -197,13 +200,13 @@ class StateBuffers:
                 memory.copy(dst_tensor, dst, source, src_tensor, src, n)
 
     def get_row(self, which: Which, il: int, cell: int) -> bytes:
-        """The bytes of one cell's r or s in layer `il`, [row_bytes]. Raises `InvalidArgument` for a cell or a layer's
-        state that there is not, `ClosedError`, `BackendError` when the device is gone."""
+        """The bytes of one cell's r, s or p in layer `il`, [row_bytes]. Raises `InvalidArgument` for a cell or a
+        layer's state that there is not, `ClosedError`, `BackendError` when the device is gone."""
         memory, tensor, offset = self._row(which, il, cell)
         return memory.read(tensor, offset, tensor.row_bytes)
 
     def set_row(self, which: Which, il: int, cell: int, data: Any) -> None:
-        """Writes one cell's r or s in layer `il`; `data` is any contiguous buffer of row_bytes bytes. Raises
+        """Writes one cell's r, s or p in layer `il`; `data` is any contiguous buffer of row_bytes bytes. Raises
         `InvalidArgument` for a cell or a layer's state that there is not or another number of bytes (then nothing has
         changed), `ClosedError`, `BackendError` when the device is gone."""
         memory, tensor, offset = self._row(which, il, cell)
@@ -259,9 +262,9 @@ class StateBuffers:
 
     def _row(self, which: Which, il: int, cell: int) -> tuple[_Memory, _Tensor, int]:
         memory = self._alive()
-        if which not in ("r", "s"):
-            raise InvalidArgument(f"which is {which!r}, not 'r' or 's'")
-        tensor = (memory.r if which == "r" else memory.s).get(_index(il, "a layer"))
+        if which not in WHICH:
+            raise InvalidArgument(f"which is {which!r}, not one of {', '.join(WHICH)}")
+        tensor = memory.by_layer[which].get(_index(il, "a layer"))
         if tensor is None:
             raise InvalidArgument(f"layer {il} (of {self.spec.n_layer}) keeps no {which}")
         return memory, tensor, self._checked_cell(cell) * tensor.row_bytes
@@ -324,16 +327,15 @@ class _Memory:
         self._lib = lib
         self._stack = ExitStack()
         self._buffers: list[tuple[str, Any, str | None]] = []  # (name of device, buffer, endpoint)
-        self.r: dict[int, _Tensor] = {}
-        self.s: dict[int, _Tensor] = {}
+        self.by_layer: dict[Which, dict[int, _Tensor]] = {which: {} for which in WHICH}
         self.tensors: tuple[_Tensor, ...] = ()  # in an order that depends on the spec only
 
     def __del__(self) -> None:
         self.free()
 
     def free(self) -> None:
-        self.r.clear()
-        self.s.clear()
+        for tensors in self.by_layer.values():
+            tensors.clear()
         self.tensors = ()
         self._buffers.clear()
         self._stack.close()
@@ -365,22 +367,21 @@ class _Memory:
         self._stack.callback(self._free_buffer, lib, buffer, endpoint)
         self._buffers.append((name, buffer, endpoint))
         for which, il, cdata in tensors:
-            of_r = which == "r"
-            (self.r if of_r else self.s)[il] = _Tensor(
+            self.by_layer[which][il] = _Tensor(
                 cdata=cdata,
-                state_type=spec.type_r if of_r else spec.type_s,
-                n_embd=spec.n_embd_r[il] if of_r else spec.n_embd_s[il],
-                row_bytes=spec.r_row_bytes(il) if of_r else spec.s_row_bytes(il),
+                state_type=spec.type_of(which),
+                n_embd=spec.n_embd(which, il),
+                row_bytes=spec.row_bytes(which, il),
                 data=lib.data_address(cdata) if lib.is_host(buft) else None,
                 endpoint=endpoint,
             )
-        self.tensors = tuple(tensors[il] for tensors in (self.r, self.s) for il in sorted(tensors))
+        self.tensors = tuple(of_which[il] for of_which in self.by_layer.values() for il in sorted(of_which))
 
     def sizes(self, spec: CacheSpec, n_cells: int) -> Sizes:
         by_device: dict[str, int] = {}
         for name, buffer, _ in self._buffers:
             by_device[name] = by_device.get(name, 0) + self._lib.buffer_size(buffer)
-        return Sizes(spec.r_cell_bytes * n_cells, spec.s_cell_bytes * n_cells, sum(by_device.values()), by_device)
+        return _sizes(spec, n_cells, by_device)
 
     def clear(self) -> None:
         for _, buffer, endpoint in self._buffers:
@@ -452,7 +453,13 @@ def dry_run(
                 by_device[name] = by_device.get(name, 0) + _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
         finally:
             lib.free_context(ctx)
-    return Sizes(spec.r_cell_bytes * n_cells, spec.s_cell_bytes * n_cells, sum(by_device.values()), by_device)
+    return _sizes(spec, n_cells, by_device)
+
+
+def _sizes(spec: CacheSpec, n_cells: int, by_device: dict[str, int]) -> Sizes:
+    of_cell = (spec.r_cell_bytes, spec.s_cell_bytes, spec.p_cell_bytes)
+    r_bytes, s_bytes, p_bytes = (n_bytes * n_cells for n_bytes in of_cell)
+    return Sizes(r_bytes, s_bytes, sum(by_device.values()), by_device, p_bytes)
 
 
 def _placement(
@@ -487,10 +494,11 @@ def _describe(
     total = spec.cell_bytes * n_cells
     if total > _MAX_BYTES:
         raise InvalidArgument(f"{n_cells} cells of {spec.cell_bytes} bytes are more than can be addressed")
-    wanted: list[tuple[Which, int, StateType, int, int]] = []
-    for il in layers:
-        wanted.append(("r", il, spec.type_r, spec.n_embd_r[il], spec.r_row_bytes(il)))
-        wanted.append(("s", il, spec.type_s, spec.n_embd_s[il], spec.s_row_bytes(il)))
+    wanted: list[tuple[Which, int, StateType, int, int]] = [
+        (which, il, spec.type_of(which), spec.n_embd(which, il), spec.row_bytes(which, il))
+        for il in layers
+        for which in WHICH
+    ]
     wanted = [entry for entry in wanted if entry[3]]
     on_rpc = lib.endpoint_of_buft(buft) is not None
     for which, il, state_type, n_embd, row_bytes in wanted:
@@ -501,7 +509,7 @@ def _describe(
     ctx = lib.new_context(len(wanted))
     try:
         return ctx, [
-            (which, il, lib.new_tensor_2d(ctx, state_type.type_id, n_embd, n_cells, f"cache_{which}_l{il}"))
+            (which, il, lib.new_tensor_2d(ctx, state_type.type_id, n_embd, n_cells, _NAMES[which].format(il)))
             for which, il, state_type, n_embd, _ in wanted
         ]
     except BaseException:

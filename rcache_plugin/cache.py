@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from .cells import CellTable
 from .errors import ClosedError, CorruptTable, InvalidArgument, StateError, Unsupported
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
-from .spec import CacheSpec
+from .spec import CacheSpec, Which
 from .state_io import Reader, StateImage, Writer, columns_of, read_state, write_state
 from .ubatch import CELL_NONE, SEQ_ANY, UBatch
 
@@ -35,9 +35,9 @@ class _RowBytes:
         self.write = writer.write
         self._buffers = buffers
 
-    def write_rows(self, which: str, il: int, first: int, n_rows: int) -> None:
+    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         for cell_id in range(first, first + n_rows):
-            self.write(self._buffers.get_row(which, il, cell_id))  # type: ignore[arg-type]
+            self.write(self._buffers.get_row(which, il, cell_id))
 
 
 class RecurrentCache:
@@ -375,7 +375,7 @@ class RecurrentCache:
 
     def _set_rows(self, image: StateImage, buffers: StateBuffers, i: int, cell_id: int) -> None:
         for column in columns_of(self.spec):
-            buffers.set_row(column.which, column.il, cell_id, image.row(column, i))  # type: ignore[arg-type]
+            buffers.set_row(column.which, column.il, cell_id, image.row(column, i))
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:
@@ -397,15 +397,11 @@ class RecurrentCache:
         """As `r_tensor`, of p."""
         return self._tensor(il, "p")
 
-    def _tensor(self, il: int, which: str) -> int | None:
+    def _tensor(self, il: int, which: Which) -> int | None:
         self._open()
         if not 0 <= il < self.spec.n_layer:
             raise InvalidArgument(f"layer {il} is outside the model's {self.spec.n_layer} layers")
-        buffers = self._with_buffers()
-        if which == "p" and not self.spec.n_embd_p:
-            return None
-        tensors: tuple[int | None, ...] = getattr(buffers, f"{which}_l")
-        return tensors[il]
+        return self._with_buffers().tensors(which)[il]
 
     @property
     def size_r_bytes(self) -> int:

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .errors import InvalidArgument
+
+Which = Literal["r", "s", "p"]
+"""The conv-like state, the ssm state, or the second conv-like state that few models have."""
+
+WHICH: tuple[Which, ...] = ("r", "s", "p")
 
 # (id in enum ggml_type, elements in a block, bytes of a block); the numbers are part of the GGUF format.
 _TYPES: dict[str, tuple[int, int, int]] = {
@@ -130,17 +136,30 @@ class CacheSpec:
         counts = zip(self.n_embd_r, self.n_embd_s, self.n_embd_p or self.n_embd_r, strict=True)
         return tuple(il for il, layer in enumerate(counts) if any(layer))
 
+    def type_of(self, which: Which) -> StateType:
+        """Type of the r, s or p tensors."""
+        return self.type_s if which == "s" else self.type_r
+
+    def n_embd(self, which: Which, il: int) -> int:
+        """Elements of one cell's r, s or p in layer `il`; 0 when the layer keeps none."""
+        counts = {"r": self.n_embd_r, "s": self.n_embd_s, "p": self.n_embd_p}[which]
+        return counts[il] if counts else 0
+
+    def row_bytes(self, which: Which, il: int) -> int:
+        """Bytes of one cell's r, s or p in layer `il`; 0 when the layer keeps none."""
+        return self.type_of(which).row_bytes(self.n_embd(which, il))
+
     def r_row_bytes(self, il: int) -> int:
         """Bytes of one cell's r in layer `il`; 0 when the layer keeps none."""
-        return self.type_r.row_bytes(self.n_embd_r[il])
+        return self.row_bytes("r", il)
 
     def s_row_bytes(self, il: int) -> int:
         """Bytes of one cell's s in layer `il`; 0 when the layer keeps none."""
-        return self.type_s.row_bytes(self.n_embd_s[il])
+        return self.row_bytes("s", il)
 
     def p_row_bytes(self, il: int) -> int:
         """Bytes of one cell's p in layer `il`; 0 when the layer keeps none."""
-        return self.type_r.row_bytes(self.n_embd_p[il]) if self.n_embd_p else 0
+        return self.row_bytes("p", il)
 
     @property
     def p_cell_bytes(self) -> int:

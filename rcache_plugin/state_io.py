@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from .cells import CellTable
 from .errors import StateError
-from .spec import CacheSpec, StateType
+from .spec import CacheSpec, StateType, Which
 from .ubatch import POS_MAX, SEQ_ANY
 
 
@@ -30,7 +30,7 @@ class Writer(Protocol):
     def write(self, data: bytes) -> object:
         """Takes `data`, all of it."""
 
-    def write_rows(self, which: str, il: int, first: int, n_rows: int) -> object:
+    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
         """Takes rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which` ("r", "s" or "p")."""
 
 
@@ -51,7 +51,7 @@ class CellImage(NamedTuple):
 class Column(NamedTuple):
     """One layer's tensor, as the format puts them one after the other."""
 
-    which: str
+    which: Which
     il: int
     state_type: StateType | None
     """None: the format names no type for it."""
@@ -63,7 +63,7 @@ class StateImage:
     """A whole state in memory: what `read_state` found, every field of it checked."""
 
     cells: tuple[CellImage, ...]
-    rows: dict[tuple[str, int], bytes]
+    rows: dict[tuple[Which, int], bytes]
     """By (which, layer): the rows of the cells, one after the other."""
 
     def row(self, column: Column, i: int) -> bytes:
@@ -76,7 +76,7 @@ def columns_of(spec: CacheSpec) -> Iterator[Column]:
     for il in spec.layers:
         if spec.n_embd_r[il]:
             yield Column("r", il, spec.type_r, spec.r_row_bytes(il))
-            if spec.n_embd_p and spec.n_embd_p[il]:
+            if spec.n_embd("p", il):
                 yield Column("p", il, None, spec.p_row_bytes(il))
     for il in spec.layers:
         if spec.n_embd_s[il]:

@@ -22,7 +22,7 @@ from ._rcache import ffi, lib
 from .cache import RecurrentCache
 from .errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
 from .slots import CLASSIC, COMPACT, SlotPlan
-from .spec import CacheSpec
+from .spec import CacheSpec, Which
 from .ubatch import POS_NONE, SEQ_ANY, UBatch
 
 log = logging.getLogger(__name__)
@@ -287,12 +287,12 @@ class _CStream:
     def write(self, data: bytes) -> None:
         self._check(self._io.write(self._io.user, ffi.from_buffer(data), len(data)), f"write of {len(data)} bytes")
 
-    def write_rows(self, which: str, il: int, first: int, n_rows: int) -> None:
+    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         spec, buffers = self._cache.spec, self._cache.buffers
-        row_bytes = getattr(spec, f"{which}_row_bytes")(il)
+        row_bytes = spec.row_bytes(which, il)
         if self._io.write_tensor == ffi.NULL and buffers is not None:
             for cell_id in range(first, first + n_rows):
-                self.write(buffers.get_row(which, il, cell_id))  # type: ignore[arg-type]
+                self.write(buffers.get_row(which, il, cell_id))
             return
         tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
         status = self._io.write_tensor(self._io.user, tensor, first * row_bytes, n_rows * row_bytes)

@@ -10,7 +10,15 @@ from tables import same_columns
 
 import rcache_plugin.slots
 from rcache_plugin import CacheSpec, RecurrentCache, UBatch
-from rcache_plugin.errors import AllocationError, ClosedError, InvalidArgument, SeqIdError, StalePlan, Unsupported
+from rcache_plugin.errors import (
+    AllocationError,
+    ClosedError,
+    InvalidArgument,
+    SeqIdError,
+    StalePlan,
+    StateError,
+    Unsupported,
+)
 
 SPEC = CacheSpec.make([6, 0, 3], [10, 0, 5])
 
@@ -230,3 +238,66 @@ def test_threads_take_turns() -> None:
             thread.join()
         assert not errors
         cache.table.check()
+
+
+def test_second_conv_history() -> None:
+    """Few models keep p beside r; it is cleared, copied, written and read with the others."""
+    import io
+
+    spec = CacheSpec.make([6, 0], [10, 0], n_embd_p=[4, 0])
+    with RecurrentCache(spec, 2) as cache:
+        assert cache.p_tensor(0) and cache.p_tensor(1) is None
+        assert cache.total_size >= 2 * spec.cell_bytes == 2 * 80
+        cache.find_slot(UBatch.single(0, 4))
+        assert cache.buffers is not None
+        cache.buffers.set_row("p", 0, 0, np.arange(4, dtype=np.float32).tobytes())
+        file = io.BytesIO()
+        cache.state_write(file)
+        file.seek(0)
+        cache.clear()
+        cache.state_read(file)
+        assert cache.seq_pos_max(0) == 4
+        assert cache.buffers.get_row("p", 0, 0) == np.arange(4, dtype=np.float32).tobytes()
+
+
+def test_state_of_one_sequence_and_of_all() -> None:
+    import io
+
+    with RecurrentCache(SPEC, 4) as cache:
+        cache.find_slot(UBatch([(0,), (1, 3)], [7, 9]))
+        write_row(cache, 0, 1.5)
+        write_row(cache, 1, 2.5)
+        whole, one = io.BytesIO(), io.BytesIO()
+        cache.state_write(whole)
+        cache.state_write(one, seq_id=3)
+        assert len(whole.getvalue()) == 4 + (8 + 4) + (8 + 8) + 8 + 4 * 12 + 2 * SPEC.cell_bytes
+        write_row(cache, 1, 9.0)
+        one.seek(0)
+        cache.state_read(one, seq_id=0)
+        cache.table.check()
+        assert cache.seq_pos_max(0) == 9 and read_row(cache, cache.table.tail(0)) == {2.5}
+        assert read_row(cache, cache.table.tail(1)) == {9.0}
+        whole.seek(0)
+        cache.state_read(whole)
+        cache.table.check()
+        assert [cache.seq_pos_max(s) for s in range(4)] == [7, 9, -1, 9]
+        assert [read_row(cache, cache.table.tail(s)) for s in (0, 1, 3)] == [{1.5}, {2.5}, {2.5}]
+
+
+def test_every_cut_of_a_state_is_refused_and_nothing_changes() -> None:
+    import io
+
+    with RecurrentCache(SPEC, 3) as cache:
+        cache.find_slot(UBatch([(0,), (2,)], [3, 4]))
+        write_row(cache, 0, 1.0)
+        write_row(cache, 1, 2.0)
+        for seq_id in (-1, 2):
+            file = io.BytesIO()
+            cache.state_write(file, seq_id)
+            blob = file.getvalue()
+            columns = cache.table.columns()
+            for length in range(len(blob)):
+                with pytest.raises(StateError, match="ends after|room for"):
+                    cache.state_read(io.BytesIO(blob[:length]), seq_id)
+            assert same_columns(cache.table.columns(), columns)
+            assert read_row(cache, 0) == {1.0} and read_row(cache, 1) == {2.0}
