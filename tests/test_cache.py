@@ -297,7 +297,7 @@ def test_every_cut_of_a_state_is_refused_and_nothing_changes() -> None:
             blob = file.getvalue()
             columns = cache.table.columns()
             for length in range(len(blob)):
-                with pytest.raises(StateError, match="ends after|room for"):
+                with pytest.raises(StateError, match=r"ends after|room for"):
                     cache.state_read(io.BytesIO(blob[:length]), seq_id)
             assert same_columns(cache.table.columns(), columns)
             assert read_row(cache, 0) == {1.0} and read_row(cache, 1) == {2.0}
