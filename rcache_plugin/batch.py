@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidArgument
-from .ubatch import BoolArray, Float32Array, Int32Array, UBatch, int32_positions, seq_id_set
+from .ubatch import BoolArray, Float32Array, Int32Array, UBatch, int32_positions, int32_tokens, seq_id_set
 
 
 class Batch:
@@ -47,10 +47,8 @@ class Batch:
     ) -> None:
         if (tokens is None) == (embd is None):
             raise InvalidArgument("a batch needs either tokens or embd")
-        self.tokens = None if tokens is None else np.array(tokens, dtype=np.int32)
+        self.tokens = None if tokens is None else int32_tokens(tokens)
         self.embd = None if embd is None else np.array(embd, dtype=np.float32)
-        if self.tokens is not None and self.tokens.ndim != 1:
-            raise InvalidArgument(f"tokens has shape {self.tokens.shape}, expected a flat list")
         if self.embd is not None and self.embd.ndim != 2:
             raise InvalidArgument(f"embd has shape {self.embd.shape}, expected [n_tokens, n_embd]")
         self.n_tokens = len(self.tokens if self.tokens is not None else self.embd)  # type: ignore[arg-type]

@@ -339,7 +339,8 @@ class CellTable:
             raise InvalidArgument(f"{self.used} cells are in use, they do not fit into {n_cells}")
         live = [seq_id for seq_id, cell_id in enumerate(self._tail) if cell_id != CELL_NONE]
         if n_seq_max < max(live, default=0) + 1:
-            raise InvalidArgument(f"n_seq_max={n_seq_max} is too small, sequence {max(live, default=0)} is in use")
+            in_use = f"sequence {max(live)} is in use" if live else "it must be at least 1"
+            raise InvalidArgument(f"n_seq_max={n_seq_max} is too small: {in_use}")
         beyond = [cell_id for cell_id in self.used_cells() if cell_id >= n_cells]
         moves = tuple(zip(beyond, iter_bits(self._empty), strict=False))
         new_place = dict(moves)

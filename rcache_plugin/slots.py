@@ -69,12 +69,17 @@ def plan_slots(
 ) -> tuple[SlotPlan, ...] | None:
     """A plan for each ubatch, each made on the table as the plans before it leave it.
 
-    The table is as before when this returns or raises; None when one of them does not fit. Costs grow with the
-    sequences and the slots, not with the table. Raises `SeqIdError` for an id outside ``[0, n_seq_max)`` and
+    The table is as before when this returns or raises, and in between only with several ubatches: no other thread may
+    look at it meanwhile. None when one of them does not fit. Costs grow with the sequences and the slots, not with the
+    table. Raises `SeqIdError` for an id outside ``[0, n_seq_max)`` and
     `InvalidArgument` for an unknown placement.
     """
     if placement not in PLACEMENTS:
         raise InvalidArgument(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
+    for ubatch in ubatches:
+        largest = max(max(ids) for ids in ubatch.seq_ids) if ubatch.shared else max(ubatch.primary)
+        if largest >= table.n_seq_max:
+            raise SeqIdError(largest, table.n_seq_max)
     plans: list[SlotPlan] = []
     undo: list[tuple[CellDelta, int]] = []
     try:
@@ -118,9 +123,6 @@ def discard(table: CellTable, plan: SlotPlan) -> None:
 
 
 def _plan(table: CellTable, ubatch: UBatch, placement: str) -> SlotPlan | None:
-    largest = max(max(ids) for ids in ubatch.seq_ids) if ubatch.shared else max(ubatch.primary)
-    if largest >= table.n_seq_max:
-        raise SeqIdError(largest, table.n_seq_max)
     plan = _plan_among_own(table, ubatch)
     if plan is not None:
         return plan
@@ -282,12 +284,13 @@ class _Draft:
     # compact placement
 
     def place_in_run(self) -> bool:
-        """The lowest run of cells that are empty or this ubatch's own, if there is one as long as the ubatch."""
+        """The lowest run of cells that are empty or left by this ubatch, if there is one as long as the ubatch."""
         n_seqs = self.ubatch.n_seqs
         old = [self.tail(seq_id) for seq_id in self.ubatch.primary]
+        going = set(self.ubatch.primary)
         own = 0
         for cell_id in old:
-            if cell_id != CELL_NONE and len(self.owners_of(cell_id)) == 1:
+            if cell_id != CELL_NONE and going.issuperset(self.owners_of(cell_id)):
                 own |= 1 << cell_id
         first = _lowest_run(own | self.empty, n_seqs)
         if first == CELL_NONE:

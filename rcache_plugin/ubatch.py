@@ -33,13 +33,29 @@ def _frozen(values: Any, dtype: Any, what: str, n_rows: int) -> npt.NDArray[Any]
     return array
 
 
+def _whole_numbers(values: npt.ArrayLike, what: str) -> npt.NDArray[Any]:
+    """A flat array of whole numbers. Raises `InvalidArgument`: not flat, or a number is not whole."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InvalidArgument(f"{what} must be a flat list of whole numbers, not {array.dtype} {list(array.shape)}")
+    return array
+
+
+def int32_tokens(tokens: npt.ArrayLike) -> Int32Array:
+    """A private, read-only copy of token ids. Raises `InvalidArgument`: not flat, not whole, outside int32."""
+    values = _whole_numbers(tokens, "tokens")
+    if values.size and not -POS_MAX - 1 <= int(values.min()) <= int(values.max()) <= POS_MAX:
+        raise InvalidArgument(f"tokens are {values.min()} .. {values.max()}, outside 32 bits")
+    copy = values.astype(np.int32)
+    copy.setflags(write=False)
+    return copy
+
+
 def int32_positions(pos: npt.ArrayLike) -> Int32Array:
     """A private, read-only copy of token positions. Raises `InvalidArgument`: not flat, negative, above `POS_MAX`."""
-    values = np.asarray(pos)
-    if values.dtype != np.int32:
-        values = np.asarray(pos, dtype=np.int64)
-    if values.ndim != 1 or (len(values) and not 0 <= int(values.min()) <= int(values.max()) <= POS_MAX):
-        raise InvalidArgument(f"positions must be a flat list of numbers from 0 to {POS_MAX}")
+    values = _whole_numbers(pos, "positions")
+    if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= POS_MAX:
+        raise InvalidArgument(f"positions run from 0 to {POS_MAX}, found {values.min()} .. {values.max()}")
     positions = values.astype(np.int32)
     positions.setflags(write=False)
     return positions
@@ -140,7 +156,7 @@ class UBatch:
         put(self, "shared", shared)
         put(self, "pos", positions)
         put(self, "pos_last", positions[n_seq_tokens - 1 :: n_seq_tokens].tolist())
-        put(self, "token", None if token is None else _frozen(token, np.int32, "token", n_tokens))
+        put(self, "token", None if token is None else _frozen(int32_tokens(token), np.int32, "token", n_tokens))
         put(self, "embd", None if embd is None else _frozen(embd, np.float32, "embd", n_tokens))
         put(self, "output", None if output is None else _frozen(output, np.bool_, "output", n_tokens))
         index = None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", n_tokens)
