@@ -334,3 +334,15 @@ const struct rcache_factory * rcache_factory_new(uint64_t key) {
     }
     return factory;
 }
+
+int32_t rcache_ubatch_ids(const struct rcache_ubatch * ubatch, int32_t * ids) {
+    int32_t single = 1;
+    for (uint32_t s = 0; s < ubatch->n_seqs; s++) {
+        if (ubatch->n_seq_id[s] < 1 || !ubatch->seq_id[s]) {
+            return -1;
+        }
+        ids[s] = ubatch->seq_id[s][0];
+        single &= ubatch->n_seq_id[s] == 1;
+    }
+    return single;
+}

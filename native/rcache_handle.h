@@ -26,3 +26,6 @@ const struct rcache_factory * rcache_factory_new(uint64_t key);
 /* 1: calls go through to Python. 0: they are refused, and this waits up to timeout_ms for those under way. Returns how
  * many were still under way. */
 int32_t rcache_python_alive(int32_t alive, int32_t timeout_ms);
+
+/* The first id of each set of a ubatch, [n_seqs]. 1: no set has another; 0: some have; -1: a count or pointer can't be. */
+int32_t rcache_ubatch_ids(const struct rcache_ubatch * ubatch, int32_t * ids);

@@ -131,20 +131,36 @@ class UBatch:
         batch_index: npt.ArrayLike | None = None,
     ) -> None:
         sets = tuple([seq_id_set(ids) for ids in seq_ids])
-        n_seqs = len(sets)
-        if not n_seqs:
-            raise InvalidArgument("a ubatch needs at least one sequence")
-        primary = [ids[0] for ids in sets]
         flat = [seq_id for ids in sets for seq_id in ids]
         if len(set(flat)) != len(flat):
             raise InvalidArgument(f"a sequence id stands in two sets of one ubatch: {sets}")
-        shared = len(flat) > n_seqs
+        if token is not None and embd is not None:
+            raise InvalidArgument("the input is tokens or embeddings, not both")
+        shared = len(flat) > len(sets)
+        owners = [tuple(sorted(ids)) for ids in sets] if shared else list(sets)
+        self._fill(sets, [ids[0] for ids in sets], owners, shared, pos, token)
+        put = object.__setattr__
+        put(self, "embd", None if embd is None else _frozen(embd, np.float32, "embd", self.n_tokens))
+        put(self, "output", None if output is None else _frozen(output, np.bool_, "output", self.n_tokens))
+        index = None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", self.n_tokens)
+        put(self, "batch_index", index)
+
+    def _fill(
+        self,
+        sets: tuple[tuple[int, ...], ...],
+        primary: list[int],
+        owners: list[tuple[int, ...]],
+        shared: bool,
+        pos: npt.ArrayLike,
+        token: npt.ArrayLike | None,
+    ) -> None:
+        n_seqs = len(sets)
+        if not n_seqs:
+            raise InvalidArgument("a ubatch needs at least one sequence")
         positions = int32_positions(pos)
         n_tokens = len(positions)
         if n_tokens == 0 or n_tokens % n_seqs:
             raise InvalidArgument(f"{n_tokens} positions can't be shared out among {n_seqs} sequences")
-        if token is not None and embd is not None:
-            raise InvalidArgument("the input is tokens or embeddings, not both")
         n_seq_tokens = n_tokens // n_seqs
         put = object.__setattr__
         put(self, "seq_ids", sets)
@@ -152,15 +168,14 @@ class UBatch:
         put(self, "n_seq_tokens", n_seq_tokens)
         put(self, "n_tokens", n_tokens)
         put(self, "primary", primary)
-        put(self, "owners", [tuple(sorted(ids)) for ids in sets] if shared else list(sets))
+        put(self, "owners", owners)
         put(self, "shared", shared)
         put(self, "pos", positions)
         put(self, "pos_last", positions[n_seq_tokens - 1 :: n_seq_tokens].tolist())
         put(self, "token", None if token is None else _frozen(int32_tokens(token), np.int32, "token", n_tokens))
-        put(self, "embd", None if embd is None else _frozen(embd, np.float32, "embd", n_tokens))
-        put(self, "output", None if output is None else _frozen(output, np.bool_, "output", n_tokens))
-        index = None if batch_index is None else _frozen(batch_index, np.int32, "batch_index", n_tokens)
-        put(self, "batch_index", index)
+        put(self, "embd", None)
+        put(self, "output", None)
+        put(self, "batch_index", None)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a UBatch is read-only ({name})")
@@ -174,6 +189,18 @@ class UBatch:
     def single(cls, seq_id: int, pos0: int, n_tokens: int = 1, token: npt.ArrayLike | None = None) -> UBatch:
         """`n_tokens` tokens of one sequence from position `pos0` on."""
         return cls([(seq_id,)], np.arange(pos0, pos0 + n_tokens), token)
+
+    @classmethod
+    def of_ids(cls, ids: list[int], pos: npt.ArrayLike, token: npt.ArrayLike | None = None) -> UBatch:
+        """Sets of one sequence each, named by `ids`. The same as the constructor, cheaper; raises as it does."""
+        if ids and min(ids) < 0:
+            raise InvalidArgument(f"sequence ids must not be negative: {ids}")
+        if len(set(ids)) != len(ids):
+            raise InvalidArgument(f"a sequence id stands in two sets of one ubatch: {ids}")
+        self = cls.__new__(cls)
+        sets = tuple([(seq_id,) for seq_id in ids])
+        self._fill(sets, ids, list(sets), False, pos, token)
+        return self
 
     @property
     def n_outputs(self) -> int:

@@ -204,15 +204,16 @@ def _ubatch(c: Any) -> UBatch:
         raise InvalidArgument(f"a ubatch of {n_seqs} sequences with {c.n_seq_tokens} tokens each")
     if ffi.NULL in (c.n_seq_id, c.seq_id, c.pos):
         raise InvalidArgument("n_seq_id, seq_id or pos of the ubatch is NULL")
-    counts = ffi.unpack(c.n_seq_id, n_seqs)
-    seq_ids = []
-    for ids, count in zip(ffi.unpack(c.seq_id, n_seqs), counts, strict=True):
-        if ids == ffi.NULL or not 0 < count <= _MAX_TOKENS:
-            raise InvalidArgument(f"a sequence set of the ubatch has {count} ids at {ids}")
-        seq_ids.append(ffi.unpack(ids, count))
     pos = np.frombuffer(ffi.buffer(c.pos, 4 * n_tokens), dtype=np.int32)
     token = None if c.token == ffi.NULL else np.frombuffer(ffi.buffer(c.token, 4 * n_tokens), dtype=np.int32)
-    return UBatch(seq_ids, pos, token)
+    ids = ffi.new("int32_t[]", n_seqs)
+    single = lib.rcache_ubatch_ids(c, ids)
+    if single == 1:
+        return UBatch.of_ids(ffi.unpack(ids, n_seqs), pos, token)
+    counts = ffi.unpack(c.n_seq_id, n_seqs)
+    if single < 0 or max(counts) > _MAX_TOKENS:
+        raise InvalidArgument(f"a sequence set of the ubatch is NULL or its number of ids cannot be: {counts}")
+    return UBatch([ffi.unpack(c.seq_id[s], count) for s, count in enumerate(counts)], pos, token)
 
 
 def _out(struct: Any, kind: str) -> Any:

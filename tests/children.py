@@ -20,7 +20,7 @@ class ChildFailed(AssertionError):
 
 
 def run_code(
-    code: str, *, timeout: float = 60, env: Mapping[str, str] | None = None, expect: int = 0, cwd: Path = ROOT
+    code: str, *, timeout: float = 120, env: Mapping[str, str] | None = None, expect: int = 0, cwd: Path = ROOT
 ) -> str:
     """Runs `code` (dedented) in a fresh interpreter; returns its stdout. Raises `ChildFailed`."""
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
@@ -30,7 +30,7 @@ def run_code(
 def run(
     command: Sequence[str],
     *,
-    timeout: float = 60,
+    timeout: float = 120,
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
     stdin: str | None = None,
@@ -70,7 +70,7 @@ def start(
     )
 
 
-def finish(child: subprocess.Popen[str], *, timeout: float = 60) -> tuple[int, str, str]:
+def finish(child: subprocess.Popen[str], *, timeout: float = 120) -> tuple[int, str, str]:
     """Waits for the end of `child`; returns exit status and the rest of stdout and stderr. Raises `ChildFailed`."""
     try:
         out, err = child.communicate(timeout=timeout)

@@ -23,8 +23,6 @@ class Oracle:
         self.lib.oracle_memory.argtypes = [ctypes.c_void_p]
         self.lib.oracle_fields.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
         self.lib.oracle_find_slot.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 3]
-        self.lib.oracle_time_find_slot.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
-        self.lib.oracle_time_find_slot.restype = ctypes.c_double
         self.quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
         llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
         self.model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
@@ -52,9 +50,6 @@ class Oracle:
 
     def run(self, job: dict[str, Any]) -> list[Any]:
         _, public, memory = self.context(job["n_seq_max"])
-        if "time" in job:
-            llama_cpp.llama_memory_clear(public, False)
-            return [self.lib.oracle_time_find_slot(memory, *job["time"])]
         llama_cpp.llama_memory_clear(public, False)
         answers = []
         for name, *args in job["ops"]:

@@ -191,6 +191,8 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path, content: bytes | No
         ("run", "-p", "x", "--temp", "-0.1"),
         ("run", "-p", "x", "--temp", "nan"),
         ("run", "-p", "x", "--placement", "elsewhere"),
+        ("exec",),
+        ("exec", "-m"),
         ("fly",),
         (),
     ],
@@ -267,6 +269,22 @@ def test_devices_of_a_folder_without_ggml(tmp_path: Path) -> None:
     done = rcache("devices", "--ggml", str(tmp_path), expect=2)
     assert len(done.stderr.splitlines()) == 1
     assert str(tmp_path) in done.stderr
+
+
+def test_exec_runs_a_program_on_this_cache(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nimport llama_cpp\nfrom rcache_plugin.hosts.llama import installed\n"
+        "print(__name__, sys.argv, installed())\nraise KeyError('its own')\n"
+    )
+    by_path = run([*RCACHE, "exec", str(program), "--seqs", "-h"], timeout=600, expect=1)
+    by_name = run([*RCACHE, "exec", "-m", "program", "x"], timeout=600, expect=1, cwd=tmp_path)
+    assert by_path.stdout.splitlines()[-1] == f"__main__ {[str(program), '--seqs', '-h']} True"
+    assert by_name.stdout.splitlines()[-1] == f"__main__ {[str(program), 'x']} True"
+    assert "KeyError: 'its own'" in by_path.stderr
+    missing = rcache("exec", "nowhere.py", expect=2).stderr
+    assert "nowhere.py" in missing
+    assert len(missing.splitlines()) == 1
 
 
 def test_include_dir_has_the_header() -> None:

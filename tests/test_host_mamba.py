@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,17 @@ from tiny_mamba import MATRICES, TinyMamba, Type, byte_vocab, read_weights
 
 from rcache_plugin.batch import Batch
 from rcache_plugin.cache import RecurrentCache
-from rcache_plugin.errors import BackendError, ClosedError, CorruptTable, InvalidArgument, ModelError, SeqIdError
+from rcache_plugin.errors import (
+    AllocationError,
+    BackendError,
+    ClosedError,
+    CorruptTable,
+    InvalidArgument,
+    ModelError,
+    RcacheError,
+    SeqIdError,
+    Unsupported,
+)
 from rcache_plugin.hosts.mamba import CacheFull, MambaContext, MambaModel, bundled_model
 from rcache_plugin.hosts.sampling import sample
 from rcache_plugin.spec import CacheSpec
@@ -62,7 +73,8 @@ def reference(path: Path, emulate: bool = False) -> ReferenceMamba:
     norms = file.get_field("mamba.ssm.dt_b_c_rms")
     rounding = {}
     for tensor in file.tensors if emulate else ():
-        name, kind = tensor.name.split(".", 2)[-1] if tensor.name.startswith("blk.") else tensor.name, tensor.tensor_type
+        kind = tensor.tensor_type
+        name = tensor.name.split(".", 2)[-1] if tensor.name.startswith("blk.") else tensor.name
         if name in MATRICES and kind != Type.F32:
             block, _ = gguf.GGML_QUANT_SIZES[kind]
             rounding[name] = {Type.F16: rounded_f16, Type.BF16: rounded_bf16}.get(kind) or rounded_q8(block)
@@ -71,6 +83,7 @@ def reference(path: Path, emulate: bool = False) -> ReferenceMamba:
 
 def error_of(got: np.ndarray, want: np.ndarray) -> float:
     assert got.shape == want.shape and got.dtype == np.float32
+    assert np.isfinite(got).all()  # a NaN would be smaller than any bound, as max() sees it
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
@@ -84,7 +97,7 @@ class Twin:
         self.states: dict[int, State] = {}
         self.pos: dict[int, int] = {}
         self.worst = 0.0
-        self.moved = 0
+        self.bystanders_moved = False
 
     def step(self, tokens: Mapping[int, Any], order: random.Random | None = None) -> None:
         """Decodes sequence -> tokens in one batch, all outputs; with `order` the sequences are interleaved."""
@@ -107,11 +120,7 @@ class Twin:
     def compare(self, got: np.ndarray, want: np.ndarray) -> None:
         self.worst = max(self.worst, error_of(got, want))
         assert self.worst <= self.bound
-        info = self.ctx.table.info()
-        rows = self.ctx.table.s_copy(info.n)
-        n_last = sum(1 for key in self.ctx._runner._graphs if key.n_moved)
-        self.moved = max(self.moved, n_last)
-        assert rows.size == info.n
+        self.bystanders_moved |= any(shape.n_moved for shape in self.ctx._runner._graphs)
 
     def cp(self, src: int, dst: int) -> None:
         self.ctx.table.seq_cp(src, dst)
@@ -190,7 +199,7 @@ def test_a_random_life_stays_exact(placement: str, consecutive: bool, plain: Mam
                 twin.step({s: [rng.randrange(plain.n_vocab) for _ in range(rng.randint(1, 3))] for s in who}, rng)
         assert twin.worst > 0
         if placement == "classic":
-            assert twin.moved > 0, "the scenario never made a bystander move"
+            assert twin.bystanders_moved, "the scenario never made a bystander move"
 
 
 # Activations are rounded to the type that goes with the matrix before each product. `emulated`: the reference rounds
@@ -240,15 +249,20 @@ def test_two_runs_are_equal_bit_for_bit(n_threads: int, plain: MambaModel) -> No
     assert run() == run()
 
 
-def test_states_in_half_precision(plain: MambaModel) -> None:
-    p = plain.params
-    spec = CacheSpec.mamba(p.n_layer, p.d_inner, p.d_state, p.d_conv, type_r="f16", type_s="f16")
-    with RecurrentCache(spec, 3) as half, context(plain, cache=half, n_ubatch=6) as ctx:
-        twin = Twin(ctx, bound=2e-2)  # a state rounded to 11 bits at each step: 2^-12 times the growth of about 10
-        twin.step({0: tokens_of(9, 1), 1: tokens_of(4, 2)})
-        twin.cp(0, 2)
-        twin.step({s: tokens_of(2, 3 + s) for s in range(3)})
-        assert twin.worst > 1e-6
+@pytest.mark.parametrize("kind, bound", [("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 3e-2)])
+def test_states_kept_in_fewer_bits(kind: str, bound: float, file_of: Callable[[TinyMamba], Path]) -> None:
+    """A state is rounded once a step, so the bounds are those of activations rounded to the same type (see above)."""
+    with MambaModel(file_of(GENTLE.but(d_inner=64))) as model:
+        p = model.params
+        spec = CacheSpec.mamba(p.n_layer, p.d_inner, p.d_state, p.d_conv, type_r=kind, type_s=kind)
+        with RecurrentCache(spec, 3) as small, context(model, cache=small, n_ubatch=6) as ctx:
+            twin = Twin(ctx, bound)
+            twin.step({0: tokens_of(9, 1), 1: tokens_of(4, 2)})
+            twin.cp(0, 2)
+            twin.step({s: tokens_of(2, 3 + s) for s in range(3)})
+            for seq_id in (2, 1, 0):  # one by one: the row in the cache is not the row of what was gathered
+                twin.step({seq_id: tokens_of(1, 7)})
+            assert twin.worst > 1e-6, "the states were not rounded at all"
 
 
 def test_embeddings_as_input_give_what_their_tokens_give(plain: MambaModel) -> None:
@@ -376,6 +390,18 @@ def test_a_token_of_several_sequences_is_computed_once_for_all(plain: MambaModel
         twin.step({0: [1], 2: [2]})
 
 
+def test_a_ubatch_reaches_the_table_as_it_is(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache may learn prefixes from the tokens, so they have to come with the ubatch."""
+    with context(plain, n_seq_max=2, n_ubatch=2) as ctx:
+        seen: list[UBatch] = []
+        find = ctx.table.find_slot
+        monkeypatch.setattr(ctx.table, "find_slot", lambda ubatch: (seen.append(ubatch), find(ubatch))[1])
+        ctx.decode([4, 5, 6], seq_id=1)
+        ctx.decode([7], seq_id=1)
+    assert [ubatch.token.tolist() for ubatch in seen if ubatch.token is not None] == [[4, 5], [6], [7]]
+    assert [ubatch.pos.tolist() for ubatch in seen] == [[0, 1], [2], [3]]
+
+
 # --- graphs ---
 
 
@@ -411,6 +437,21 @@ def test_more_shapes_than_graphs_are_kept(plain: MambaModel) -> None:
         assert len(ctx._runner._graphs) <= 8
 
 
+def test_graphs_are_built_anew_when_the_compute_buffer_has_moved(file_of: Callable[[TinyMamba], Path]) -> None:
+    """Many bystanders moved at once need more room than was reserved; earlier graphs point into the old buffer then."""
+    tiny = PLAIN.but(n_vocab=8, n_embd=16, d_inner=64, d_state=16)
+    with MambaModel(file_of(tiny)) as model:
+        with context(model, n_seq_max=16, n_ubatch=8, consecutive_seq_ids=False) as ctx:
+            twin = Twin(ctx)
+            twin.step({s: [s % 8] for s in range(16)})
+            before, built = ctx._runner._allocator.n_bytes, ctx.n_graph_builds
+            twin.step({s: [s % 8] for s in range(0, 16, 2)})
+            assert twin.bystanders_moved and ctx._runner._allocator.n_bytes > before
+            assert len(ctx._runner._graphs) == 1 and ctx.n_graph_builds == built + 1
+            twin.step({s: [s % 8] for s in range(0, 16, 2)})  # in place now: the shape of the first step
+            assert ctx.n_graph_builds == built + 2
+
+
 # --- no room, failures ---
 
 
@@ -425,8 +466,8 @@ def test_a_batch_that_does_not_fit_changes_nothing(placement: str, plain: MambaM
         with pytest.raises(CacheFull, match=r"1 of 2 cells are in use.*n_cells"):
             ctx.decode(Batch([1, 2, 3, 4], seq_ids=[0, 1, 2, 3], pos=[3, 0, 0, 0]))
         after = ctx.cache.table.columns()
-        for old, new in zip(before, after, strict=True):
-            assert np.array_equal(old, new)
+        for name, old, new in zip(before._fields, before, after, strict=True):
+            assert old == new if name == "seq_ids" else np.array_equal(old, new)
         twin.step({0: tokens_of(2, 2), 1: tokens_of(2, 3)})
         with pytest.raises(CacheFull):
             ctx.decode([1], seq_id=2)
@@ -453,6 +494,44 @@ def test_a_failed_step_removes_its_sequences_only(
         twin.step({0: [1], 1: tokens_of(4, 9), 2: [2]})
 
 
+def test_without_memory_for_a_graph_the_next_step_starts_over(
+    plain: MambaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml gives the old compute buffer back before it asks for a larger one, so graphs placed in it are void."""
+    import ggml
+
+    with context(plain, n_seq_max=2) as ctx:
+        twin = Twin(ctx)
+        twin.step({0: [1], 1: [2]})
+        with monkeypatch.context() as patch:
+            patch.setattr(ggml, "ggml_gallocr_alloc_graph", lambda allocator, graph: False)
+            with pytest.raises(AllocationError, match="compute buffer"):
+                ctx.decode([1, 2, 3], seq_id=1)
+        assert not ctx._runner._graphs
+        twin.rm(1)
+        twin.step({0: [1], 1: [2]})
+
+
+def test_an_interrupt_while_the_slot_is_found(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot may have been committed by then, and a later step must not read a row that was never written."""
+    with context(plain, n_seq_max=2) as ctx:
+        twin = Twin(ctx)
+        twin.step({0: [1], 1: [2]})
+        find = ctx.table.find_slot
+
+        def interrupted(ubatch: UBatch) -> None:
+            find(ubatch)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.table, "find_slot", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ctx.decode([1], seq_id=1)
+        assert ctx.table.seq_pos_max(1) == -1
+        twin.rm(1)
+        twin.step({0: [1], 1: [2]})
+
+
 def test_a_failure_status_of_ggml_is_an_error(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import ggml
 
@@ -460,12 +539,14 @@ def test_a_failure_status_of_ggml_is_an_error(plain: MambaModel, monkeypatch: py
         ctx.decode([1])
         with monkeypatch.context() as patch:
             patch.setattr(ggml, "ggml_backend_graph_compute", lambda backend, graph: ggml.GGML_STATUS_ALLOC_FAILED)
-            with pytest.raises(BackendError, match="ALLOC|alloc"):
+            with pytest.raises(BackendError, match=r"(?i)alloc"):
                 ctx.decode([2])
         assert ctx.table.seq_pos_max(0) == -1
 
 
-@pytest.mark.parametrize("slot, rows", [((0, 3, -1), [0, 1, 2]), ((-1, 1, -1), [0]), ((0, 1, -1), [7]), ((1, 1, -1), [-1])])
+@pytest.mark.parametrize(
+    "slot, rows", [((0, 3, -1), [0, 1, 2]), ((-1, 1, -1), [0]), ((0, 1, -1), [7]), ((1, 1, -1), [-1])]
+)
 def test_a_slot_that_cannot_be_is_refused(
     slot: tuple[int, int, int], rows: list[int], plain: MambaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,7 +570,7 @@ BAD_CALLS: dict[str, tuple[Callable[[MambaContext], object], str]] = {
     "text": (lambda ctx: ctx.decode(["a"]), "whole numbers"),  # type: ignore[list-item]
     "embeddings of another width": (lambda ctx: ctx.decode(np.zeros((2, 5), np.float32)), r"\(2, 5\).*24"),
     "a batch of another width": (lambda ctx: ctx.decode(Batch(embd=np.zeros((2, 5)))), r"\(2, 5\).*24"),
-    "a matrix of ids": (lambda ctx: ctx.decode(np.zeros((2, 24), np.int64)), "float"),
+    "a matrix of ids": (lambda ctx: ctx.decode(np.zeros((2, 24), np.int64)), "flat list"),
     "output word": (lambda ctx: ctx.decode([1], output="first"), "'first'"),
     "output length": (lambda ctx: ctx.decode([1, 2], output=[True]), r"\(1,\)"),
     "output type": (lambda ctx: ctx.decode([1, 2], output=[0, 1]), "int64"),
@@ -577,14 +658,21 @@ def test_caches_for_another_model_are_refused(plain: MambaModel) -> None:
     ):
         with RecurrentCache(spec, 2) as wrong, pytest.raises(InvalidArgument, match=text):
             context(plain, cache=wrong)
-    with RecurrentCache(plain.spec, 2, allocate=False) as empty, pytest.raises(InvalidArgument, match="without buffers"):
+    with RecurrentCache(plain.spec, 2, allocate=False) as empty, pytest.raises(Unsupported, match="without buffers"):
         context(plain, cache=empty)
+
+
+def test_states_in_the_memory_of_another_ggml(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RecurrentCache(plain.spec, 2) as mine:
+        monkeypatch.setattr("rcache_plugin.hosts._mamba_run.cpu_buft", lambda: 4096)
+        with pytest.raises(InvalidArgument, match="r of layer 0 is not in the CPU memory"):
+            context(plain, cache=mine)
 
 
 def test_state_types_that_ggml_cannot_compute_on(plain: MambaModel) -> None:
     p = plain.params
     spec = CacheSpec.mamba(p.n_layer, p.d_inner, p.d_state, p.d_conv, type_s="f64")
-    with RecurrentCache(spec, 2) as wide, pytest.raises((BackendError, InvalidArgument), match="type"):
+    with RecurrentCache(spec, 2) as wide, pytest.raises(InvalidArgument, match="s of layer 0 is of ggml type 28"):
         context(plain, cache=wide)
 
 
@@ -646,6 +734,33 @@ def test_a_context_that_cannot_be_made_closes_what_it_had(
     assert len(made) == 1 and made[0].closed
 
 
+def test_one_thread_at_a_time(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with context(plain) as ctx:
+        inside, go_on = threading.Event(), threading.Event()
+        compute = ctx._runner._backend.compute
+
+        def slow(graph: object) -> None:
+            inside.set()
+            assert go_on.wait(30)
+            compute(graph)
+
+        monkeypatch.setattr(ctx._runner._backend, "compute", slow)
+        results: list[np.ndarray] = []
+        first = threading.Thread(target=lambda: results.append(ctx.decode([1])))
+        first.start()
+        assert inside.wait(30)
+        with pytest.raises(RcacheError, match="another thread"):
+            ctx.decode([2])
+        closing = threading.Thread(target=ctx.close)
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive() and not ctx.closed, "close did not wait for the step"
+        go_on.set()
+        first.join(30)
+        closing.join(30)
+        assert ctx.closed and len(results) == 1
+
+
 def test_python_may_end_with_everything_open(file_of: Callable[[TinyMamba], Path], child: Callable[..., str]) -> None:
     out = child(
         f"""
@@ -690,161 +805,6 @@ print([name for name in ("ggml", "gguf", "tokenizers") if name in sys.modules])
     assert out.strip() == "[]"
 
 
-# --- loading ---
-
-
-def test_the_sizes_of_a_model(plain: MambaModel) -> None:
-    assert (plain.n_vocab, plain.n_embd, plain.n_layer) == (61, 24, 2)
-    assert (plain.d_inner, plain.d_state, plain.d_conv, plain.dt_rank) == (40, 8, 4, 5)
-    assert plain.spec == CacheSpec.mamba(2, 40, 8, 4)
-    assert plain.n_bytes >= sum(w.nbytes for w in PLAIN.weights().values())
-
-
-def test_progress_rises_to_one(file_of: Callable[[TinyMamba], Path]) -> None:
-    seen: list[float] = []
-    MambaModel(file_of(PLAIN), progress=seen.append).close()
-    assert seen == sorted(seen) and 0 < seen[0] < 1 and seen.count(1.0) == 1 and seen[-1] == 1.0
-
-
-def test_an_exception_from_progress_ends_the_loading(file_of: Callable[[TinyMamba], Path]) -> None:
-    def stop(fraction: float) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        MambaModel(file_of(PLAIN), progress=stop)
-
-
-REQUIRED = [key for key in PLAIN.metadata() if "feed_forward" not in key and "head_count" not in key]
-REQUIRED.remove("mamba.context_length")
-
-
-@pytest.mark.parametrize("key", REQUIRED)
-def test_a_missing_field_is_named(key: str, tmp_path: Path) -> None:
-    path = PLAIN.write(tmp_path / "model.gguf", drop=[key])
-    with pytest.raises(ModelError, match=f"model.gguf: metadata {key} is missing"):
-        MambaModel(path)
-
-
-@pytest.mark.parametrize("name", PLAIN.shapes())
-def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    path = PLAIN.write(tmp_path / "model.gguf", drop=[name])
-    with pytest.raises(ModelError, match=f"model.gguf: tensor {name} is missing"):
-        MambaModel(path)
-
-
-@pytest.mark.parametrize("name", PLAIN.but(tied=False).shapes())
-def test_a_tensor_of_another_shape_is_named(name: str, tmp_path: Path) -> None:
-    tiny = PLAIN.but(tied=False)
-    shape = tiny.shapes()[name]
-    path = tiny.write(tmp_path / "model.gguf", tensors={name: np.zeros((*shape[:-1], shape[-1] + 1), np.float32)})
-    with pytest.raises(ModelError, match=f"model.gguf: tensor {name} has shape .*expected"):
-        MambaModel(path)
-
-
-BAD_FILES: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"architecture": "mamba2"}, "general.architecture is 'mamba2'"),
-    "unknown tensor": ({"tensors": {"blk.0.ssm_dt_norm.weight": np.zeros(5, np.float32)}}, "blk.0.ssm_dt_norm.weight"),
-    "tensor of a later layer": ({"tensors": {"blk.7.ssm_d": np.zeros(40, np.float32)}}, "blk.7.ssm_d is unknown"),
-    "no layers": ({"fields": {"mamba.block_count": 0}}, "mamba.block_count is 0"),
-    "absurd layers": ({"fields": {"mamba.block_count": 2**31 - 1}}, "blk.2.attn_norm.weight is missing"),
-    "no width": ({"fields": {"mamba.embedding_length": 0}}, "mamba.embedding_length is 0"),
-    "no convolution": ({"fields": {"mamba.ssm.conv_kernel": 1}}, "mamba.ssm.conv_kernel is 1"),
-    "huge state": ({"fields": {"mamba.ssm.state_size": 2**32 - 1}}, "mamba.ssm.state_size is"),
-    "eps not a number": ({"fields": {"mamba.attention.layer_norm_rms_epsilon": float("nan")}}, "rms_epsilon is nan"),
-    "eps negative": ({"fields": {"mamba.attention.layer_norm_rms_epsilon": -1.0}}, "rms_epsilon is -1"),
-    "size as text": ({"fields": {"mamba.ssm.inner_size": "forty"}}, "mamba.ssm.inner_size is 'forty'"),
-    "size as truth value": ({"fields": {"mamba.ssm.inner_size": True}}, "mamba.ssm.inner_size is True"),
-    "norms as number": ({"fields": {"mamba.ssm.dt_b_c_rms": 1}}, "mamba.ssm.dt_b_c_rms is 1"),
-    "alignment": ({"fields": {"general.alignment": 24}}, "general.alignment is 24"),
-    "quantised vector": (
-        {"tensors": {"output_norm.weight": np.ones(32, np.float32)}, "types": {"output_norm.weight": Type.Q8_0}},
-        "output_norm.weight",
-    ),
-    "F64 weights": (
-        {"tensors": {"output_norm.weight": np.ones(24, np.float64)}, "types": {"output_norm.weight": Type.F64}},
-        "tensor output_norm.weight is of ggml type 28",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_a_file_that_cannot_be_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    options, text = BAD_FILES[case]
-    path = PLAIN.write(tmp_path / "model.gguf", **options)
-    with pytest.raises(ModelError, match=f"model.gguf: .*{text}"):
-        MambaModel(path)
-
-
-def test_a_quantised_vector_is_refused(tmp_path: Path) -> None:
-    tiny = PLAIN.but(n_embd=32)
-    path = tiny.write(tmp_path / "model.gguf", types={"attn_norm.weight": Type.Q8_0})
-    with pytest.raises(ModelError, match=r"tensor blk.0.attn_norm.weight is Q8_0; it must be F32"):
-        MambaModel(path)
-
-
-def test_paths_that_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"missing\.gguf.*No such file"):
-        MambaModel(tmp_path / "missing.gguf")
-    with pytest.raises(ModelError, match="directory"):
-        MambaModel(tmp_path)
-    for name, data, text in (
-        ("empty", b"", "not a GGUF"),
-        ("short", b"GG", "not a GGUF"),
-        ("text", b"once upon a time" * 9, "not a GGUF"),
-        ("magic", b"GGUF", "truncated: version"),
-        ("old", b"GGUF" + (1).to_bytes(4, "little") + bytes(64), "version is 1"),
-        ("big", b"GGUF" + (3).to_bytes(4, "big") + bytes(64), "big-endian"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(data)
-        with pytest.raises(ModelError, match=f"{name}: {text}"):
-            MambaModel(path)
-
-
-def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
-    tiny = TinyMamba(n_vocab=300)
-    data = tiny.write(tmp_path / "whole.gguf", fields=byte_vocab(300)).read_bytes()
-    path = tmp_path / "cut.gguf"
-    header = data.index(b"token_embd.weight")
-    for size in (*range(8, header + 900, 61), *range(header + 900, len(data), 7919), len(data) - 32):
-        path.write_bytes(data[:size])
-        with pytest.raises(ModelError, match=r"cut\.gguf: truncated: "):
-            MambaModel(path)
-    path.write_bytes(data)
-    MambaModel(path).close()
-
-
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    path = PLAIN.write(tmp_path / "model.gguf")
-
-    def cut(fraction: float) -> None:
-        os.truncate(path, 3000)
-
-    with pytest.raises(ModelError, match=r"model\.gguf: truncated while tensor"):
-        MambaModel(path, progress=cut)
-
-
-def test_damaged_headers_never_do_worse_than_an_error(tmp_path: Path) -> None:
-    tiny = PLAIN.but(n_layer=1)
-    data = tiny.write(tmp_path / "whole.gguf", fields=byte_vocab(61 if tiny.n_vocab < 300 else 300)).read_bytes()
-    header = data.index(b"blk.0.ssm_out.weight") + 60
-    rng = random.Random(5)
-    path = tmp_path / "damaged.gguf"
-    refused = 0
-    for _ in range(300):
-        damaged = bytearray(data)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(header)
-            damaged[at] = rng.choice((0, 0xFF, 0x80, damaged[at] ^ (1 << rng.randrange(8))))
-        path.write_bytes(damaged)
-        try:
-            MambaModel(path).close()
-        except ModelError as error:
-            refused += 1
-            assert "damaged.gguf" in str(error)
-    assert refused > 100
-
-
 # --- text ---
 
 
@@ -879,52 +839,3 @@ def test_the_bundled_model_writes_text() -> None:
         want = ref.run(tokens, ref.start())
         ctx.table.clear()
         assert error_of(ctx.decode(tokens, output="all"), want) <= 2e-3
-
-
-def test_sampling() -> None:
-    rng = np.random.default_rng(0)
-    logits = np.log(np.array([0.5, 0.25, 0.25, 1e-30], np.float32))
-    logits[3] = -np.inf
-    assert {sample(logits, 0, rng) for _ in range(9)} == {0}
-    drawn = np.bincount([sample(logits, 1.0, rng) for _ in range(4000)], minlength=4)
-    assert drawn[3] == 0 and np.allclose(drawn[:3] / 4000, [0.5, 0.25, 0.25], atol=0.03)
-    cold = np.bincount([sample(logits, 0.5, rng) for _ in range(4000)], minlength=4)
-    assert np.allclose(cold[:3] / 4000, [2 / 3, 1 / 6, 1 / 6], atol=0.03)
-    assert {sample(logits, 1e-300, rng) for _ in range(9)} == {0}
-    same = [np.random.default_rng(4) for _ in range(2)]
-    assert [sample(logits, 1.0, same[0]) for _ in range(20)] == [sample(logits, 1.0, same[1]) for _ in range(20)]
-
-
-@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
-def test_sampling_at_the_ends_of_the_draw(draw: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fixed:
-        def random(self) -> float:
-            return draw
-
-    logits = np.array([-np.inf, 0.3, 0.1, 0.2, -np.inf], np.float32)
-    assert sample(logits, 1.0, Fixed()) == (1 if draw == 0 else 3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("temp", [-0.1, float("nan"), float("inf")])
-def test_temperatures_that_cannot_be(temp: float) -> None:
-    with pytest.raises(InvalidArgument, match="temp is"):
-        sample(np.zeros(3, np.float32), temp, np.random.default_rng(0))
-
-
-@pytest.mark.parametrize("logits", [[], [[1.0, 2.0]], [1.0, float("nan")], [float("-inf")] * 2, [float("inf"), 0.0]])
-def test_logits_that_cannot_be(logits: list[Any]) -> None:
-    for temp in (0, 1.0):
-        with pytest.raises(InvalidArgument, match="logits"):
-            sample(np.array(logits, np.float32), temp, np.random.default_rng(0))
-
-
-def test_a_ubatch_reaches_the_table_as_it_is(plain: MambaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache may learn prefixes from the tokens, so they have to come with the ubatch."""
-    with context(plain, n_seq_max=2, n_ubatch=2) as ctx:
-        seen: list[UBatch] = []
-        find = ctx.table.find_slot
-        monkeypatch.setattr(ctx.table, "find_slot", lambda ubatch: (seen.append(ubatch), find(ubatch))[1])
-        ctx.decode([4, 5, 6], seq_id=1)
-        ctx.decode([7], seq_id=1)
-    assert [ubatch.token.tolist() for ubatch in seen if ubatch.token is not None] == [[4, 5], [6], [7]]
-    assert [ubatch.pos.tolist() for ubatch in seen] == [[0, 1], [2], [3]]

@@ -84,7 +84,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def pip(*args: str) -> None:
-    run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *args], timeout=240)
+    run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *args], timeout=600)
 
 
 def python(installed: Path, *args: str, cwd: Path) -> str:
@@ -105,9 +105,9 @@ def test_wheel_has_headers_types_and_licence(wheel: Path) -> None:
     assert all(name.startswith(("rcache_plugin/", "rcache_plugin-0.1.0.dist-info/")) for name in names)
 
 
-def test_wheel_has_every_module_of_the_checkout(wheel: Path) -> None:
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rcache_plugin").rglob("*.py")}
-    assert modules == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+def test_wheel_has_every_file_of_the_package(source: Path, wheel: Path) -> None:
+    files = {p.relative_to(source).as_posix() for p in (source / "rcache_plugin").rglob("*") if p.is_file()}
+    assert files - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
 def test_wheel_needs_numpy_and_cffi_only(wheel: Path) -> None:

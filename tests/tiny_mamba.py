@@ -152,8 +152,8 @@ def encode(values: np.ndarray, kind: Type) -> np.ndarray:
     values = np.ascontiguousarray(values, dtype=np.float32)
     if kind == Type.F32:
         return values
-    if kind == Type.F16:
-        return values.astype(np.float16)
+    if kind in (Type.F16, Type.F64):
+        return values.astype(np.float16 if kind == Type.F16 else np.float64)
     if kind == Type.BF16:
         return gguf.quants.quantize(values, kind)
     import ggml

@@ -102,7 +102,7 @@ def install(
         if _host is None:
             _check_order()
             found = find_install()
-            path = Path(adapter) if adapter is not None else build(found)
+            path = Path(adapter) if adapter is not None else build(found, progress=_say)
             _host = _load(found, path)
         _host.options = options
 
@@ -134,6 +134,10 @@ def context_options(**changes: Any) -> Iterator[list[RecurrentCache]]:
     finally:
         vars(_host.local).clear()
         vars(_host.local).update(before)
+
+
+def _say(line: str) -> None:
+    print(f"rcache: {line}", file=sys.stderr)  # stdout is the user's
 
 
 def _check_order() -> None:

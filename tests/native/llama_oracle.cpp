@@ -69,8 +69,8 @@ int32_t oracle_find_slot(void * memory, int32_t n_seqs, int32_t n_seq_tokens, co
     return static_cast<llama_memory_recurrent *>(memory)->find_slot(over.ubatch);
 }
 
-// Nanoseconds of one find_slot: the mean of n_calls.
-double oracle_time_find_slot(void * memory, int32_t n_seqs, int32_t n_calls) {
+// Nanoseconds of one find_slot: the mean of n_calls, from position first_pos on.
+double oracle_time_find_slot(void * memory, int32_t n_seqs, int32_t n_calls, int32_t first_pos) {
     std::vector<int32_t> counts(n_seqs, 1), ids(n_seqs), pos(n_seqs);
     for (int32_t s = 0; s < n_seqs; ++s) {
         ids[s] = s;
@@ -80,7 +80,7 @@ double oracle_time_find_slot(void * memory, int32_t n_seqs, int32_t n_calls) {
     const auto start = std::chrono::steady_clock::now();
     for (int32_t i = 0; i < n_calls; ++i) {
         for (auto & p : over.pos) {
-            p = i;
+            p = first_pos + i;
         }
         recurrent->find_slot(over.ubatch);
     }
