@@ -321,18 +321,30 @@ static int32_t factory_last_error(void * user, char * buf, uint32_t n_buf) {
     return copy_text(factory_error, buf, n_buf);
 }
 
+/* Factories are never freed, since a host may keep one for as long as the process lives. */
+struct factory_node {
+    struct rcache_factory factory;
+    struct factory_node * next;
+};
+
+static _Atomic(struct factory_node *) all_factories;
+
 const struct rcache_factory * rcache_factory_new(uint64_t key) {
-    struct rcache_factory * factory = malloc(sizeof(*factory));
-    if (factory) {
-        *factory = (struct rcache_factory) {
-            .abi_version = RCACHE_ABI_VERSION,
-            .struct_size = sizeof(*factory),
-            .user        = (void *) (uintptr_t) key,
-            .create      = factory_create,
-            .last_error  = factory_last_error,
-        };
+    struct factory_node * node = malloc(sizeof(*node));
+    if (!node) {
+        return NULL;
     }
-    return factory;
+    node->factory = (struct rcache_factory) {
+        .abi_version = RCACHE_ABI_VERSION,
+        .struct_size = sizeof(struct rcache_factory),
+        .user        = (void *) (uintptr_t) key,
+        .create      = factory_create,
+        .last_error  = factory_last_error,
+    };
+    node->next = atomic_load(&all_factories);
+    while (!atomic_compare_exchange_weak(&all_factories, &node->next, node)) {
+    }
+    return &node->factory;
 }
 
 int32_t rcache_ubatch_ids(const struct rcache_ubatch * ubatch, int32_t * ids) {

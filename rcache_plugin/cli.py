@@ -1,4 +1,4 @@
-"""The command line: generate text with a Mamba on this cache, look at its cells, list devices.
+"""The command line: text from a Mamba on this cache, its cells, ggml's devices, programs run on the cache.
 
 The extra ``mamba`` brings what it needs beyond the core; each command imports that when it runs.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import runpy
 import signal
 import sys
 import time
@@ -43,7 +44,22 @@ _EXTRA_MODULES = ("ggml", "gguf", "rich", "tokenizers")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own arguments) and returns its exit code."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    program: list[str] = []
+    if words[:1] == ["exec"] and words[1:] and words[1] not in ("-h", "--help"):
+        words, program = words[:1], words[1:]  # all that follows is the program's own
+    args = _parser().parse_args(words)
+    if words[:1] == ["exec"] and program in ([], ["-m"]):
+        args.parser.error("a script, or -m MODULE, is missing")
+    args.program = program
+    code = _reported(args)
+    if program and code == 0:
+        _run_program(program)  # outside _reported: its exceptions are its own
+    return code
+
+
+def _reported(args: argparse.Namespace) -> int:
+    """Runs the command; what the user can mend is reported in one line."""
     try:
         code: int = args.command(args)
         sys.stdout.flush()
@@ -91,6 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_argument("--rpc", action="append", default=[], metavar="HOST:PORT", help="add an RPC server's device")
     devices.add_argument("--json", action="store_true", help="print a JSON list")
 
+    build = commands.add_parser("build-llama", help="build the llama-cpp-python adapter", description=_build.__doc__)
+    build.set_defaults(command=_build)
+    build.add_argument("--force", action="store_true", help="compile anew")
+    build.add_argument("-v", "--verbose", action="store_true", help="say what was found, show the compiler's output")
+
+    program = commands.add_parser(
+        "exec",
+        help="run a llama-cpp-python program on this cache",
+        usage="%(prog)s SCRIPT|-m MODULE [ARGUMENT ...]",
+        description=_exec.__doc__,
+    )
+    program.set_defaults(command=_exec, parser=program)
+
     include = commands.add_parser("include-dir", help="print the folder of the C header", description=_include.__doc__)
     include.set_defaults(command=_include)
     return parser
@@ -112,6 +141,38 @@ def _temperature(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError("must be 0 or more")
     return value
+
+
+# --- rcache build-llama, rcache exec ---
+
+
+def _build(args: argparse.Namespace) -> int:
+    """Compile the adapter between this package and the installed llama-cpp-python, unless that is done already."""
+    from .llama_build import build_command
+
+    return build_command(args.force, args.verbose)
+
+
+def _exec(args: argparse.Namespace) -> int:
+    """Run a Python script or module; its llama_cpp keeps recurrent states in this package's cache."""
+    from .hosts.llama import install
+
+    if args.program[0] != "-m":
+        os.stat(args.program[0])  # a missing script is reported before anything is built
+    install()
+    return 0
+
+
+def _run_program(words: list[str]) -> None:
+    """Runs ``SCRIPT ...`` or ``-m MODULE ...`` as python itself would."""
+    if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).parent.resolve()))
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 # --- rcache include-dir, rcache devices ---

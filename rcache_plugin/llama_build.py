@@ -1,18 +1,19 @@
 """Compiles the llama.cpp adapter for the llama-cpp-python that is installed, and keeps it in the user's cache folder.
 
-The adapter (``adapter/llama_adapter.cpp``) defines a class of libllama anew, so it must be compiled against the internal
-headers of that very version. The installed package has not got them; its source distribution has. `build` finds the
-install, fetches the headers once, compiles, checks that libllama will really use the result, and returns its path; later
-calls return the same path at once. Neither ``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded into this process.
+The adapter (``adapter/llama_adapter.cpp``) defines a class of libllama anew, so it must be compiled against the
+internal headers of that very version. The installed package has not got them; its source distribution has. `build`
+finds the install, fetches the headers once, compiles, checks that libllama will really use the result, and returns its
+path; later calls return the same path at once. Neither ``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded
+into this process.
 
 The cache folder holds, for each version of llama-cpp-python, ``headers-VERSION/`` and
 ``llama-VERSION/KEY/librcache_llama.so``. The key stands for our C interface, the adapter's source, the compiler and its
-flags; Python's own version plays no part. Beside each object, ``checked-*`` files tell for which libllama it was checked.
+flags; Python's own version plays no part. Beside each object, ``checked-*`` files tell for which libllama it was
+checked.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -47,6 +48,7 @@ ENV_LIB_PATH = "LLAMA_CPP_LIB_PATH"
 SUPPORTED = tuple(f"0.3.{patch}" for patch in range(24, 37))
 """Versions of llama-cpp-python whose class the adapter knows."""
 OBJECT_NAME = "librcache_llama.so"
+_ABOUT = "build.json"
 
 _DISTRIBUTION = "llama-cpp-python"
 _PACKAGE = Path(__file__).resolve().parent
@@ -93,7 +95,10 @@ class CompileFailed(LlamaBuildError):
 
 
 class SymbolsDiffer(LlamaBuildError):
-    """Adapter and libllama do not define the same class. `missing`: mangled names that only libllama has; `extra`: ours."""
+    """Adapter and libllama do not define the same class.
+
+    `missing` are the mangled names that only libllama has, `extra` those that only the adapter has.
+    """
 
     def __init__(self, message: str, missing: Iterable[str] = (), extra: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -166,8 +171,8 @@ def find_install() -> LlamaInstall:
 def _check_platform() -> None:
     if sys.platform != "linux":
         raise PlatformNotSupported(
-            f"the llama.cpp adapter is not supported on {sys.platform} yet: it replaces a class of libllama through the "
-            "dynamic linker, and only Linux's does that. The reference host (rcache_plugin.hosts.mamba) runs here."
+            f"the llama.cpp adapter is not supported on {sys.platform} yet: it replaces a class of libllama through "
+            "the dynamic linker, and only Linux's does that. The reference host (rcache_plugin.hosts.mamba) runs here."
         )
 
 
@@ -201,7 +206,7 @@ def check_version(version: str) -> None:
         f"{_DISTRIBUTION} {version} is installed, and this version of rcache knows {SUPPORTED[0]} to {SUPPORTED[-1]}; "
         + ("update rcache-plugin, or install" if newer else "install")
         + f" one that it knows: pip install '{_DISTRIBUTION}=={SUPPORTED[-1]}'. "
-        f"{ENV_ANY_VERSION}=1 tries this one all the same: the checks of the build still apply, but nobody has tested it."
+        f"{ENV_ANY_VERSION}=1 tries this one all the same: the checks of the build apply, but nobody has tested it."
     )
 
 
@@ -237,9 +242,10 @@ class Compiler:
                 machine = _answer(command, "-dumpmachine")
                 if version and machine:
                     return cls(command, version, machine)
+        looked = f"CXX={shlex.join(own)}" if own else "looked for c++, g++ and clang++ on PATH"
         raise CompilerNotFound(
-            f"no working C++ compiler ({'CXX=' + shlex.join(own) if own else 'looked for c++, g++ and clang++ on PATH'}); "
-            "install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or name one in CXX"
+            f"no working C++ compiler ({looked}); install one (Debian and Ubuntu: apt install g++; Fedora: "
+            "dnf install gcc-c++), or name one in CXX"
         )
 
     def __str__(self) -> str:
@@ -314,8 +320,9 @@ class Headers:
         wrong += [n for n in _MUST_NOT_HAVE if f"RCACHE_LLAMA_{n}" in self.features]
         if wrong:
             raise UnknownLlamaVersion(
-                f"the headers of {_DISTRIBUTION} {self.version} declare llama_memory_recurrent in a way that this version of "
-                f"rcache does not know ({', '.join(wrong)}); install {_DISTRIBUTION} {SUPPORTED[0]} to {SUPPORTED[-1]}"
+                f"the headers of {_DISTRIBUTION} {self.version} declare llama_memory_recurrent in a way that this "
+                f"version of rcache does not know ({', '.join(wrong)}); install {_DISTRIBUTION} {SUPPORTED[0]} to "
+                f"{SUPPORTED[-1]}"
             )
 
     def _read(self, name: str) -> str:
@@ -329,24 +336,28 @@ def get_headers(version: str, *, progress: Progress | None = print) -> Headers:
     That is `RCACHE_LLAMA_SDIST` if set, else what pip downloads (50 to 80 MB, of which 1 MB is kept). Raises
     `HeadersNotFound`, `CacheFolderError`.
     """
-    with _locked(version, _say(progress)) as scratch:
-        return _headers(version, scratch, _say(progress))
+    say = _say(progress)
+    with _locked(version, say) as scratch:
+        return _headers(version, scratch, say)
 
 
 def _headers(version: str, scratch: Path, say: Progress) -> Headers:
     """As `get_headers`; the caller holds the lock of this version."""
     headers = Headers(version, cache_dir() / f"headers-{version}")
     own = os.environ.get(ENV_SDIST)
-    if not own and _is_whole(headers.folder):
+    whole = _is_whole(headers.folder)
+    if whole and not own:
         return headers
-    fresh = scratch / "headers"
     if own:
         say(f"taking llama.cpp's headers from {own}")
-        _unpack(Path(own), version, fresh)
-    else:
-        _unpack(_download(version, scratch / "sdist", say), version, fresh)
-    shutil.rmtree(headers.folder, ignore_errors=True)
-    fresh.rename(headers.folder)
+    sdist = Path(own).expanduser() if own else _download(version, scratch / "sdist", say)
+    fresh = scratch / "headers"
+    with _using_cache():
+        _unpack(sdist, version, fresh)
+        # Others may be compiling with the same headers: no change without need.
+        if not (whole and (fresh / _MANIFEST).read_bytes() == (headers.folder / _MANIFEST).read_bytes()):
+            shutil.rmtree(headers.folder, ignore_errors=True)
+            fresh.rename(headers.folder)
     return headers
 
 
@@ -354,15 +365,15 @@ def _download(version: str, folder: Path, say: Progress) -> Path:
     """The source distribution of `version`, fetched by pip. Raises `HeadersNotFound`."""
     say(f"downloading the source of {_DISTRIBUTION} {version} (50 to 80 MB) for llama.cpp's internal headers")
     started = time.monotonic()
-    # pip asks a source distribution for its metadata. In an environment of its own for the build (its default) that works
-    # whatever is installed here, and costs a few seconds.
+    # pip asks a source distribution for its metadata. In an environment of its own for the build (its default) that
+    # works whatever is installed here, and costs a few seconds.
     command = [*_pip(folder.parent), "download", "--no-deps", "--no-binary", _DISTRIBUTION, "--dest", str(folder)]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", f"{_DISTRIBUTION}=={version}"]
     hint = (
         f"check the network and pip's settings, or fetch the file elsewhere (pip download --no-deps --no-binary "
         f"{_DISTRIBUTION} {_DISTRIBUTION}=={version}) and name it in {ENV_SDIST}"
     )
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
+    done = _run(command)
     if done.returncode:
         raise HeadersNotFound(f"pip could not download {_DISTRIBUTION} {version}; {hint}\n{_last_lines(done.stdout)}")
     files = [path for path in folder.iterdir() if path.name.endswith((".tar.gz", ".zip"))]
@@ -378,13 +389,27 @@ def _pip(scratch: Path) -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [_python(), "-m", "pip"]
     command = [_python(), "-m", "venv", str(scratch / "venv")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
+    done = _run(command)
     if done.returncode:
         raise HeadersNotFound(
-            f"llama.cpp's headers are fetched with pip, and {_python()} has none (nor could it make an environment that "
-            f"has); install pip, or name a source distribution of {_DISTRIBUTION} in {ENV_SDIST}\n{_last_lines(done.stdout)}"
+            f"llama.cpp's headers are fetched with pip, and {_python()} has none (nor could it make an environment "
+            f"that has); install pip, or name a source distribution of {_DISTRIBUTION} in {ENV_SDIST}\n"
+            f"{_last_lines(done.stdout)}"
         )
     return [str(scratch / "venv" / "bin" / "python"), "-m", "pip"]
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs `command` to its end, stdout and stderr in one text; messages in English, as they are searched."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"LC_ALL": "C.UTF-8"},
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def _python() -> str:
@@ -404,7 +429,7 @@ def _unpack(sdist: Path, version: str, target: Path) -> None:
     try:
         files = _from_folder(sdist) if sdist.is_dir() else _from_tar(sdist)
     except (OSError, tarfile.TarError, EOFError) as e:
-        raise HeadersNotFound(f"cannot read {sdist}: {e}; name another file or folder in {ENV_SDIST}, or unset it") from e
+        raise HeadersNotFound(f"cannot read {sdist}: {e}; name another in {ENV_SDIST}, or unset it") from e
     info = files.pop("PKG-INFO", b"").decode("utf-8", errors="replace").partition("\n\n")[0]
     found = re.search(r"^Version:\s*(\S+)", info, re.MULTILINE)
     name = re.search(r"^Name:\s*(\S+)", info, re.MULTILINE)
@@ -450,7 +475,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         files: dict[str, str] = json.loads((folder / _MANIFEST).read_text())["files"]
         return all(_digest((folder / relative).read_bytes()) == digest for relative, digest in files.items())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or not what was written
         return False
 
 
@@ -574,8 +599,8 @@ def check_interposable(libllama: SharedObject) -> None:
     """Whether `libllama` calls its class through the dynamic linker. Raises `NotInterposable` with the reason."""
     remedy = (
         f"; install a build of {_DISTRIBUTION} that does: pip install --force-reinstall --no-binary {_DISTRIBUTION} "
-        f"'{_DISTRIBUTION}=={SUPPORTED[-1]}', without LTO, -Bsymbolic or -fvisibility=hidden in CMAKE_ARGS, CFLAGS, CXXFLAGS "
-        "or LDFLAGS"
+        f"'{_DISTRIBUTION}=={SUPPORTED[-1]}', without LTO, -Bsymbolic or -fvisibility=hidden in CMAKE_ARGS, CFLAGS, "
+        "CXXFLAGS or LDFLAGS"
     )
 
     def refuse(reason: str) -> NotInterposable:
@@ -585,8 +610,8 @@ def check_interposable(libllama: SharedObject) -> None:
     absent = [start for start in _CALLED if not any(name.startswith(start) for name in members)]
     if absent:
         raise refuse(
-            f"it does not export the class llama_memory_recurrent ({len(members)} names of it found), as after link-time "
-            "optimisation or with hidden visibility"
+            f"it does not export the class llama_memory_recurrent ({len(members)} names of it found), as after "
+            "link-time optimisation or with hidden visibility"
         )
     if libllama.symbolic:
         raise refuse("it was linked with -Bsymbolic")
@@ -624,20 +649,22 @@ def check_symbols(adapter: SharedObject, libllama: SharedObject) -> None:
         lines += [f"the adapter should not define {name}" for name in sorted(extra)]
         lines += [f"the adapter defines with the wrong visibility {name}" for name in sorted(hidden)]
         raise SymbolsDiffer(
-            f"the adapter's class and the one in {libllama.path} differ ({len(lines)} names): this libllama was not built from "
-            f"the same source. Reinstall {_DISTRIBUTION}, and unset {ENV_LIB_PATH} if it is set\n" + "\n".join(lines),
+            f"the adapter's class and the one in {libllama.path} differ ({len(lines)} names): this libllama was not "
+            f"built from the same source. Reinstall {_DISTRIBUTION}, and unset {ENV_LIB_PATH} if it is set\n"
+            + "\n".join(lines),
             missing | hidden,
             extra,
         )
 
 
 # Runs in a process of its own: loads both as a host does, and looks where libllama's references have gone. ctypes.CDLL
-# always binds at once, which fails for the adapter (libllama is not there yet), hence the C functions.
+# adds RTLD_NOW to any mode, and the adapter has to be bound lazily (libllama is not there yet): hence dlopen itself.
 _SMOKE = """
 import ctypes, json, os, sys
 
 class DlInfo(ctypes.Structure):
-    _fields_ = [("fname", ctypes.c_char_p), ("fbase", ctypes.c_void_p), ("sname", ctypes.c_char_p), ("saddr", ctypes.c_void_p)]
+    _fields_ = [("fname", ctypes.c_char_p), ("fbase", ctypes.c_void_p)]
+    _fields_ += [("sname", ctypes.c_char_p), ("saddr", ctypes.c_void_p)]
 
 job = json.load(sys.stdin)
 c = ctypes.CDLL(None)
@@ -680,9 +707,9 @@ print(json.dumps({
 def check_loaded(adapter: SharedObject, libllama: SharedObject, ggml_version: str | None = None) -> None:
     """Loads both in a child process and checks that libllama's class is the adapter's there.
 
-    `ggml_version` is the version that the ggml beside libllama must have, if known. Raises `NotInterposable` when it stays
-    libllama's own, `SymbolsDiffer` when the adapter needs what libllama does not have, `LlamaBuildError` when one of the
-    two cannot be loaded.
+    `ggml_version` is the version that the ggml beside libllama must have, if known. Raises `NotInterposable` when it
+    stays libllama's own, `SymbolsDiffer` when the adapter needs what libllama does not have, `LlamaBuildError` when one
+    of the two cannot be loaded.
     """
     anchor = next(
         (name, symbol.value)
@@ -702,7 +729,7 @@ def check_loaded(adapter: SharedObject, libllama: SharedObject, ggml_version: st
     try:
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired as e:
-        raise LlamaBuildError(f"loading {libllama.path} in a process of its own took more than {e.timeout:.0f} s") from e
+        raise LlamaBuildError(f"loading {libllama.path} in a child process took more than {e.timeout:.0f} s") from e
     if done.returncode:
         hint = "; unset LD_BIND_NOW, the adapter is bound lazily" if os.environ.get("LD_BIND_NOW") else ""
         raise LlamaBuildError(
@@ -713,18 +740,19 @@ def check_loaded(adapter: SharedObject, libllama: SharedObject, ggml_version: st
     wrong = found["elsewhere"] or found["unbound"]
     if wrong:
         raise NotInterposable(
-            f"with the adapter loaded first, {libllama.path} still uses its own {wrong[0]} ({len(wrong)} names in all); is "
-            f"another copy of libllama preloaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
+            f"with the adapter loaded first, {libllama.path} still uses its own {wrong[0]} ({len(wrong)} names in "
+            f"all); is another copy of libllama preloaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
         )
     if found["unresolved"]:
         names = found["unresolved"]
         raise SymbolsDiffer(
-            f"the adapter needs what {libllama.path} does not export: {', '.join(names)}; reinstall {_DISTRIBUTION}", (), names
+            f"the adapter needs what {libllama.path} does not export: {', '.join(names)}; reinstall {_DISTRIBUTION}",
+            extra=names,
         )
     if ggml_version and found["ggml"] and found["ggml"].partition("-")[0] != ggml_version:
         raise SymbolsDiffer(
-            f"{libllama.path} runs with ggml {found['ggml']}, but the headers are those of ggml {ggml_version}: it is not the "
-            f"build of this {_DISTRIBUTION}; reinstall it, and unset {ENV_LIB_PATH} if it is set"
+            f"{libllama.path} runs with ggml {found['ggml']}, but the headers are those of ggml {ggml_version}: it is "
+            f"not the build of this {_DISTRIBUTION}; reinstall it, and unset {ENV_LIB_PATH} if it is set"
         )
 
 
@@ -739,7 +767,7 @@ def cache_dir() -> Path:
     try:
         import platformdirs
     except ModuleNotFoundError as e:
-        raise CacheFolderError(f"platformdirs is not installed: pip install platformdirs, or set {ENV_CACHE_DIR}") from e
+        raise CacheFolderError(f"platformdirs is missing: pip install platformdirs, or set {ENV_CACHE_DIR}") from e
     return Path(platformdirs.user_cache_dir("rcache")).absolute()
 
 
@@ -783,11 +811,12 @@ def build(
 ) -> Path:
     """The compiled adapter for `install` (default: `find_install`), from the cache folder if it is there.
 
-    A new one is compiled, checked and only then put in place; so is one whose libllama has changed since. `force` compiles
-    in any case. `progress` gets lines that say what takes its time; nothing when the adapter is there. `smoke` is called
-    with the object (not yet in its final place) after the other checks, once for each libllama.
+    A new one is compiled, checked and only then put in place; an old one is checked again when libllama has changed.
+    `force` compiles in any case. `progress` gets lines that say what takes its time; none when the adapter is there.
+    `smoke` is called with the object (a new one: not yet in its final place) after the other checks, once for each
+    libllama.
 
-    The path is not to be loaded by ``ctypes.CDLL``, which binds at once: use ``dlopen(path, RTLD_LAZY | RTLD_GLOBAL)``.
+    The object must be loaded with ``RTLD_LAZY | RTLD_GLOBAL``, and before libllama.
     Processes may call this at the same time: one builds, the others wait. Raises `LlamaBuildError`.
     """
     _check_platform()
@@ -798,29 +827,36 @@ def build(
         ready = _ready(install, smoke, say)
         if ready is not None:
             return ready
-    with _locked(install.version, say) as scratch:
+    with _locked(install.release, say) as scratch:
         ready = None if force else _ready(install, smoke, say)  # another process may have been faster
         return ready or _build(install, smoke, scratch, say)
 
 
 def _ready(install: LlamaInstall, smoke: Smoke | None, say: Progress) -> Path | None:
     """The adapter in the cache folder, checked for this libllama."""
-    try:
-        target = object_path(install, Compiler.find())
-        candidates = [target] if target.is_file() else []
-    except CompilerNotFound:
-        # Whatever compiler made it: built in one image of a container, it is used in another without compiler.
-        folder = cache_dir() / f"llama-{install.version}"
-        candidates = sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))
-    for path in candidates:
+    with _using_cache():
+        try:
+            path = object_path(install, Compiler.find())
+        except CompilerNotFound:
+            # Whatever compiler made it: built in one image of a container, it is used in another without compiler.
+            folder = cache_dir() / f"llama-{install.version}"
+            path = next(iter(sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))), folder / OBJECT_NAME)
+        if not path.is_file():
+            return None
         stamp = _stamp(path, install, smoke)
-        if not stamp.is_file():
-            say(f"checking the llama.cpp adapter for {install.libllama}")
-            _check(path, install, None, smoke)
-            with _writing():
-                stamp.touch()
-        return path
-    return None
+        if stamp.is_file():
+            return path
+        try:
+            ggml_version = json.loads((path.parent / _ABOUT).read_text())["ggml"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # somebody tidied up, or is building right now
+            return None
+    say(f"checking the llama.cpp adapter for {install.libllama}")
+    _check(path, install, ggml_version, smoke)
+    try:
+        stamp.touch()
+    except OSError as e:
+        say(f"cannot keep in {stamp.parent} that this was checked ({e.strerror}): it will be, each time")
+    return path
 
 
 def _stamp(path: Path, install: LlamaInstall, smoke: Smoke | None) -> Path:
@@ -858,11 +894,11 @@ def _build(install: LlamaInstall, smoke: Smoke | None, scratch: Path, say: Progr
         "ggml": headers.ggml_version,
         "rcache_abi": abi_version(),
     }
-    with _writing():
+    with _using_cache():
         target.parent.mkdir(parents=True, exist_ok=True)
         for old in target.parent.glob("checked-*"):
             old.unlink(missing_ok=True)
-        (target.parent / "build.json").write_text(json.dumps(about, indent=1) + "\n")
+        (target.parent / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         os.replace(fresh, target)
         _stamp(target, install, smoke).touch()
     say(f"the adapter is ready after {time.monotonic() - started:.0f} s: {target}")
@@ -871,11 +907,8 @@ def _build(install: LlamaInstall, smoke: Smoke | None, scratch: Path, say: Progr
 
 def compile_object(compiler: Compiler, headers: Headers, source: Path, target: Path, flags: Sequence[str] = ()) -> None:
     """Compiles one C++ file against `headers` and our own into the shared object `target`. Raises `CompileFailed`."""
-    command = [*compiler.command, *_COMPILE_FLAGS, *flags, f"-I{INCLUDE}", *headers.flags, str(source), "-o", str(target)]
-    env = os.environ | {"LC_ALL": "C"}
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", stdin=subprocess.DEVNULL, env=env
-    )
+    command = [*compiler.command, *_COMPILE_FLAGS, *flags, f"-I{INCLUDE}", *headers.flags]
+    done = _run([*command, str(source), "-o", str(target)])
     if done.returncode:
         lines = done.stdout.splitlines()
         wanted = [line for line in lines if re.search(r"\b(?:error|undefined)\b", line)] or lines
@@ -890,13 +923,15 @@ def compile_object(compiler: Compiler, headers: Headers, source: Path, target: P
 @contextmanager
 def _locked(version: str, say: Progress) -> Iterator[Path]:
     """Holds the lock of one version; yields a folder for temporary files, in the cache folder's file system."""
+    import fcntl  # not at the top: elsewhere than on Linux and macOS there is none, and this module shall say it better
+
     root = cache_dir()
     prefix = f".tmp-{version}-"
-    with _writing():
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _using_cache():
+        root.mkdir(parents=True, exist_ok=True)
         lock = open(root / f"llama-{version}.lock", "w")
     with lock:
-        with _writing():
+        with _using_cache():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -910,13 +945,13 @@ def _locked(version: str, say: Progress) -> Iterator[Path]:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _using_cache() -> Iterator[None]:
     """Turns an `OSError` on the cache folder into `CacheFolderError`."""
     try:
         yield
     except OSError as e:
         raise CacheFolderError(
-            f"cannot write to {cache_dir()}: {e.strerror or e}; make room or correct its rights, or set {ENV_CACHE_DIR}"
+            f"cannot use the folder {cache_dir()}: {e}; make room or correct its rights, or set {ENV_CACHE_DIR}"
         ) from e
 
 
@@ -934,11 +969,12 @@ def build_command(force: bool, verbose: bool) -> int:
             print(f"library: {install.libllama}\ncompiler: {Compiler.find()}\ncache folder: {cache_dir()}")
         path = build(install, force=force)
         if verbose:
-            print((path.parent / "build.json").read_text().strip())
+            print((path.parent / _ABOUT).read_text().strip())
         print(f"{path} ({time.monotonic() - started:.1f} s)")
         return 0
     except CompileFailed as e:
-        print(f"rcache: error: {e}" + (f"\n--- all of the compiler's output\n{e.output}" if verbose else ""), file=sys.stderr)
+        output = f"\n--- all of the compiler's output\n{e.output}" if verbose else ""
+        print(f"rcache: error: {e}{output}", file=sys.stderr)
     except LlamaBuildError as e:
         print(f"rcache: error: {e}", file=sys.stderr)
     return 2

@@ -87,7 +87,10 @@ class Script:
             self._pos[context, seq] = start + len(ids)
             last = len(ids) - 1
             rows.append(
-                [((seq,), t, start + i, outputs == "all" or (outputs == "last" and i == last)) for i, t in enumerate(ids)]
+                [
+                    ((seq,), t, start + i, outputs == "all" or (outputs == "last" and i == last))
+                    for i, t in enumerate(ids)
+                ]
             )
         if not interleave:
             return [row for one in rows for row in one]
@@ -241,7 +244,9 @@ def run(
     source = folder / "scripts.json"
     source.write_text(json.dumps([{"name": script.name, "operations": script.operations} for script in scripts]))
     outs = [folder / f"{i}-{mode}.npz" for i, mode in enumerate(modes)]
-    started = [children.start(_command(mode, model, source, out), env=QUIET) for mode, out in zip(modes, outs, strict=True)]
+    started = [
+        children.start(_command(mode, model, source, out), env=QUIET) for mode, out in zip(modes, outs, strict=True)
+    ]
     failed = []
     for mode, child in zip(modes, started, strict=True):
         try:
@@ -361,7 +366,9 @@ class Machine:
         n_pos = self.n_pos if embd else 1
         tokens = np.array([row[1] for row in rows], dtype=np.int32)
         # With embeddings and several positions a token, the first three sections hold it, as for text.
-        pos = np.array([[row[2]] * (3 if n_pos > 1 else 1) + [0] * (n_pos > 1) for row in rows], dtype=np.int32).T.copy()
+        pos = np.array(
+            [[row[2]] * (3 if n_pos > 1 else 1) + [0] * (n_pos > 1) for row in rows], dtype=np.int32
+        ).T.copy()
         values = np.ascontiguousarray(self.table[tokens]) if embd else None
         flags = np.array([row[3] for row in rows], dtype=np.int8)
         counts = np.array([len(row[0]) for row in rows], dtype=np.int32)
@@ -550,9 +557,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"script: {script.name}", file=sys.stderr, flush=True)  # where a crash happened
         traces.append(machine.execute(script))
     machine.close()
-    heads = [
-        {"name": t.name, "records": t.records, "warnings": t.warnings, "n_caches": t.n_caches} for t in traces
-    ]
+    heads = [{"name": t.name, "records": t.records, "warnings": t.warnings, "n_caches": t.n_caches} for t in traces]
     arrays = {f"{i}.{key}": values for i, trace in enumerate(traces) for key, values in trace.arrays.items()}
     np.savez(out, traces=np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8), **arrays)
     return 0

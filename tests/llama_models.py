@@ -113,7 +113,9 @@ def _ffn(n_embd: int, n_ff: int) -> Shapes:
     }
 
 
-def _attention(n_embd: int, head: int, n_head: int, n_head_kv: int, q_norms: bool = False, gated: bool = False) -> Shapes:
+def _attention(
+    n_embd: int, head: int, n_head: int, n_head_kv: int, q_norms: bool = False, gated: bool = False
+) -> Shapes:
     shapes: Shapes = {
         "attn_q.weight": (n_embd, head * n_head * (2 if gated else 1)),
         "attn_k.weight": (n_embd, head * n_head_kv),

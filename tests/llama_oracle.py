@@ -29,7 +29,10 @@ class OracleProcess:
         with open(log, "w", encoding="utf-8") as stderr:
             self.child = subprocess.Popen(
                 [sys.executable, str(HERE / "llama_oracle_child.py"), str(library), str(model)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
             )
 
     def ask(self, job: dict[str, Any]) -> list[Any]:

@@ -22,7 +22,11 @@ def prefill_and_decode() -> Script:
     script = Script("prefill and decode").decode({0: tokens(50)})
     for i in range(5):
         script.decode({0: [10 + i]})
-    return script.decode({0: tokens(16, 1)}).decode({0: tokens(17, 2)}, outputs="all").decode({0: tokens(3, 3)}, outputs="none")
+    return (
+        script.decode({0: tokens(16, 1)})
+        .decode({0: tokens(17, 2)}, outputs="all")
+        .decode({0: tokens(3, 3)}, outputs="none")
+    )
 
 
 def four_lengths() -> Script:
@@ -130,8 +134,15 @@ def sequence_states(flags: int = 0) -> Script:
 
 def embeddings() -> Script:
     """All outputs, with embeddings: llama.cpp then splits by sequence."""
-    script = Script("embeddings", embeddings=True, pooling_type=0).decode({0: tokens(20), 2: tokens(5, 1), 1: tokens(9, 2)})
-    return script.decode({1: [5], 0: [6]}).decode({0: tokens(18, 3), 1: tokens(3, 4)}, interleave=True).rm(1).decode({1: [7], 2: [8]})
+    script = Script("embeddings", embeddings=True, pooling_type=0).decode(
+        {0: tokens(20), 2: tokens(5, 1), 1: tokens(9, 2)}
+    )
+    return (
+        script.decode({1: [5], 0: [6]})
+        .decode({0: tokens(18, 3), 1: tokens(3, 4)}, interleave=True)
+        .rm(1)
+        .decode({1: [7], 2: [8]})
+    )
 
 
 def embedding_inputs() -> Script:
@@ -170,7 +181,11 @@ def unified() -> Script:
     """One buffer for the attention of all sequences: hybrids then split without keeping ids consecutive."""
     script = Script("unified", kv_unified=True, n_ubatch=8).decode({0: tokens(5), 2: tokens(19, 1), 3: tokens(7, 2)})
     script.decode({0: [5], 2: [6]}).decode({3: [7], 0: [8], 2: [9]}).cp(2, 1).decode({1: [10], 3: [11]})
-    return script.decode({1: tokens(9, 3), 3: tokens(4, 4), 0: tokens(2, 5)}, interleave=True).rm(2).decode({2: tokens(3, 6)})
+    return (
+        script.decode({1: tokens(9, 3), 3: tokens(4, 4), 0: tokens(2, 5)}, interleave=True)
+        .rm(2)
+        .decode({2: tokens(3, 6)})
+    )
 
 
 def rollback() -> Script:
@@ -190,7 +205,15 @@ def rollback() -> Script:
         script.load(f"state {back}", 2).at(2, p + 5 - back).decode({2: [7]})
     p = script.pos(1)
     script.decode({1: tokens(4, 7)}).rm(1, p + 2, -1).at(1, p + 2).decode({1: [6]}).decode({0: [5], 1: [6]}).clear()
-    return script.decode({0: tokens(4, 8)}).rm(0, 2, -1).at(0, 2).decode({0: [3]}).cp(0, 3).decode({0: [4]}).decode({3: [4]})
+    return (
+        script.decode({0: tokens(4, 8)})
+        .rm(0, 2, -1)
+        .at(0, 2)
+        .decode({0: [3]})
+        .cp(0, 3)
+        .decode({0: [4]})
+        .decode({3: [4]})
+    )
 
 
 def refused_context() -> Script:
@@ -206,13 +229,17 @@ def random_walk(seed: int, n_seqs: int = 4, n_operations: int = 60, n_ubatch: in
     for i in range(n_operations):
         seqs = rng.sample(range(n_seqs), rng.randint(1, n_seqs))
         one, other = rng.randrange(n_seqs), rng.randrange(n_seqs)
-        kind = rng.choices(("decode", "one", "rm", "cp", "keep", "add", "save", "load"), (8, 8, 3, 3, 0.5, 1, 1, 1.5))[0]
+        kind = rng.choices(("decode", "one", "rm", "cp", "keep", "add", "save", "load"), (8, 8, 3, 3, 0.5, 1, 1, 1.5))[
+            0
+        ]
         if max(script.pos(s) for s in range(n_seqs)) > 150:
             script.clear(rng.random() < 0.5)
         if kind == "decode":
             outputs = rng.choice(("last", "all"))
             script.decode(
-                {s: tokens(rng.randint(1, 12), i * 100 + s) for s in seqs}, interleave=rng.random() < 0.3, outputs=outputs
+                {s: tokens(rng.randint(1, 12), i * 100 + s) for s in seqs},
+                interleave=rng.random() < 0.3,
+                outputs=outputs,
             )
         elif kind == "one":
             script.decode({s: [rng.randrange(1, N_VOCAB)] for s in seqs})
@@ -243,7 +270,9 @@ def many_sequences(n: int = 256) -> Script:
     for i in range(3):
         script.decode({rng.randrange(n): tokens(5, i)})
     script.rm(n - 1).rm(0).cp(17, 0).decode({0: [5], 17: [6]}).decode({n - 1: tokens(3, 9), 100: [3]}).save("all")
-    return script.keep(9).decode({9: [4], 200: [4]}).load("all").at(30, script.pos(30)).rm(30).decode({30: tokens(70, 1)})
+    return (
+        script.keep(9).decode({9: [4], 200: [4]}).load("all").at(30, script.pos(30)).rm(30).decode({30: tokens(70, 1)})
+    )
 
 
 def parity_scripts(*, shifts: bool = True, random_walks: Sequence[int] = (1, 2, 3)) -> list[Script]:

@@ -166,7 +166,7 @@ def _load(found: LlamaInstall, path: Path) -> _Host:
     adapter = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
     version = adapter.rcache_llama_abi_version()
     if version != ABI_VERSION:
-        raise AbiMismatch(f"{path} speaks version {version} of the interface, this is version {ABI_VERSION}: build again")
+        raise AbiMismatch(f"{path} speaks version {version} of the interface, this is {ABI_VERSION}: build it again")
     libllama = ctypes.CDLL(str(found.libllama), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     host = _Host(found, adapter, libllama, GgmlLib.find(found.libllama.parent))
     adapter.rcache_llama_set_factory.argtypes = [ctypes.c_void_p]
