@@ -6,14 +6,28 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .cells import CellTable
-from .errors import ClosedError, CorruptTable, InvalidArgument, StateError, Unsupported
+from .errors import ClosedError, InvalidArgument, StateError, Unsupported
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
 from .spec import CacheSpec, Which
-from .state_io import Reader, StateImage, Writer, columns_of, read_state, write_state
+from .state_io import (
+    FLAG_ON_DEVICE,
+    CellImage,
+    Column,
+    DeviceReader,
+    Reader,
+    StateImage,
+    Writer,
+    columns_of,
+    read_cells,
+    read_columns,
+    read_state,
+    write_state,
+)
 from .ubatch import CELL_NONE, SEQ_ANY, UBatch
 
 if TYPE_CHECKING:
@@ -327,23 +341,34 @@ class RecurrentCache:
                 writer = _RowBytes(writer, buffers)
             write_state(writer, table, self.spec, seq_id)
 
-    def state_read(self, reader: Reader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+    def state_read(self, reader: Reader | DeviceReader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.
 
         Everything is read and checked first: when it raises `StateError`, the cache is what it was. A sequence goes to
-        an empty cell, or, if there is none, to its own.
+        an empty cell, or, if there is none, to its own. With `FLAG_ON_DEVICE`, for one sequence only, `reader` puts the
+        rows in place itself; if it fails in the middle and the cell was the sequence's own, the sequence is lost.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            image = read_state(reader, table, self.spec, seq_id)
+            if flags & FLAG_ON_DEVICE:
+                if seq_id == SEQ_ANY or not hasattr(reader, "read_rows"):
+                    raise Unsupported("states on a device are of one sequence, and need a reader of rows")
+                cells, image = read_cells(reader, table, seq_id), None
+            else:
+                image = read_state(reader, table, self.spec, seq_id)
+                cells = image.cells
             if seq_id == SEQ_ANY:
                 self._restore_all(image, buffers)
-            elif image.cells:
-                self._restore_one(image, buffers, seq_id)
+            elif cells:
+                self._restore_one(cells[0], image, reader, buffers)
             else:
+                if image is None:
+                    read_columns(reader, self.spec, lambda column: None)
                 table.seq_rm(seq_id, -1, -1)
 
-    def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
+    def _restore_all(self, image: StateImage | None, buffers: StateBuffers) -> None:
+        if image is None:
+            return
         # rows are written over live ones: if a device fails in the middle, no state can be trusted
         try:
             for i in range(len(image.cells)):
@@ -354,28 +379,39 @@ class RecurrentCache:
         self.table.restore(image.cells)
         self._publish(None)
 
-    def _restore_one(self, image: StateImage, buffers: StateBuffers, seq_id: int) -> None:
-        table = self.table.copy()
-        table.seq_rm(seq_id, -1, -1)
-        step = UBatch.single(seq_id, image.cells[0].pos)
-        plans = plan_slots(table, (step,), self.placement)
+    def _restore_one(
+        self, cell: CellImage, image: StateImage | None, reader: Reader | DeviceReader, buffers: StateBuffers
+    ) -> None:
+        (seq_id,) = cell.seq_ids
+        step = UBatch.single(seq_id, cell.pos)
+        after = self.table.copy()
+        after.seq_rm(seq_id, -1, -1)
+        plans = plan_slots(after, (step,), self.placement)
         if plans is None:
-            raise StateError(f"all {table.size} cells are taken, there is no room for sequence {seq_id}")
-        target = plans[0].head
-        own = self.table.tail(seq_id)
-        if target == own:  # its old state is written over
-            self.table.seq_rm(seq_id, -1, -1)
-        self._set_rows(image, buffers, 0, target)
-        self.table.seq_rm(seq_id, -1, -1)
-        plans = plan_slots(self.table, (step,), self.placement)
-        if plans is None or plans[0].head != target:
-            raise CorruptTable(f"the cell {target} that sequence {seq_id} was restored to is not the one it gets")
-        commit(self.table, plans[0])
+            raise StateError(f"all {after.size} cells are taken, there is no room for sequence {seq_id}")
+        (plan,) = plans
+        own = plan.head == self.table.tail(seq_id)
+        try:
+            if image is not None:
+                self._set_rows(image, buffers, 0, plan.head)
+            else:
+                read_columns(reader, self.spec, partial(self._read_row, reader, plan.head))
+        except BaseException:
+            if own:  # its old state is written over in part
+                self.table.seq_rm(seq_id, -1, -1)
+            raise
+        commit(after, plan)
+        self.table = after
         self._publish(None)
+
+    def _read_row(self, reader: Any, cell_id: int, column: Column) -> None:
+        if column.row_bytes:
+            reader.read_rows(column.which, column.il, cell_id, 1)
 
     def _set_rows(self, image: StateImage, buffers: StateBuffers, i: int, cell_id: int) -> None:
         for column in columns_of(self.spec):
-            buffers.set_row(column.which, column.il, cell_id, image.row(column, i))
+            if column.row_bytes:
+                buffers.set_row(column.which, column.il, cell_id, image.row(column, i))
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:

@@ -14,7 +14,7 @@ Reading gives a value, `StateImage`; nothing is changed before all of it has bee
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,20 @@ class Writer(Protocol):
 
     def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
         """Takes rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which` ("r", "s" or "p")."""
+
+
+FLAG_ON_DEVICE = 2
+"""``LLAMA_STATE_SEQ_FLAGS_ON_DEVICE``: rows go from and to the tensors, by `Writer.write_rows` and `read_rows`."""
+
+
+class DeviceReader(Protocol):
+    """A `Reader` that puts rows where they belong, without their passing through here."""
+
+    def read(self, n_bytes: int) -> bytes:
+        """As `Reader.read`."""
+
+    def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
+        """Puts the next rows to rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which`."""
 
 
 class Reader(Protocol):
@@ -72,15 +86,13 @@ class StateImage:
 
 
 def columns_of(spec: CacheSpec) -> Iterator[Column]:
-    """The tensors in the order of the format."""
+    """The tensors in the order of the format. A layer with a state has both r and s there, if need be without bytes."""
     for il in spec.layers:
-        if spec.n_embd_r[il]:
-            yield Column("r", il, spec.type_r, spec.r_row_bytes(il))
-            if spec.n_embd("p", il):
-                yield Column("p", il, None, spec.p_row_bytes(il))
+        yield Column("r", il, spec.type_r, spec.r_row_bytes(il))
+        if spec.n_embd("p", il):
+            yield Column("p", il, None, spec.p_row_bytes(il))
     for il in spec.layers:
-        if spec.n_embd_s[il]:
-            yield Column("s", il, spec.type_s, spec.s_row_bytes(il))
+        yield Column("s", il, spec.type_s, spec.s_row_bytes(il))
 
 
 def cells_of(table: CellTable, seq_id: int) -> list[int]:
@@ -104,7 +116,7 @@ def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int =
     runs = list(_runs([table.row_of(cell_id) for cell_id in cells]))
     for column in columns_of(spec):
         writer.write(_column_header(column))
-        for first, n_rows in runs:
+        for first, n_rows in runs if column.row_bytes else ():
             writer.write_rows(column.which, column.il, first, n_rows)
 
 
@@ -114,6 +126,19 @@ def read_state(reader: Reader, table: CellTable, spec: CacheSpec, seq_id: int = 
     Memory is bounded by what the table's cells hold. Raises `StateError` naming the field, what was expected and what
     was found, and `SeqIdError`.
     """
+    cells = read_cells(reader, table, seq_id)
+    rows: dict[tuple[Which, int], bytes] = {}
+
+    def take(column: Column) -> None:
+        n_bytes = len(cells) * column.row_bytes
+        rows[column.which, column.il] = _exactly(reader, n_bytes, f"rows of layer {column.il}, {column.which}")
+
+    read_columns(reader, spec, take)
+    return StateImage(cells, rows)
+
+
+def read_cells(reader: Reader, table: CellTable, seq_id: int = SEQ_ANY) -> tuple[CellImage, ...]:
+    """The first part of a state: its cells, checked for `table`. Raises as `read_state`."""
     if seq_id != SEQ_ANY:
         table.check_seq_id(seq_id)
     n_cells = _number(reader, "<I", "cell count")
@@ -121,17 +146,22 @@ def read_state(reader: Reader, table: CellTable, spec: CacheSpec, seq_id: int = 
     if n_cells > most:
         raise StateError(f"cell count: the state has {n_cells} cells, there is room for {most}")
     seen: dict[int, int] = {}
-    cells = tuple(_read_cell(reader, i, table, seq_id, seen) for i in range(n_cells))
+    return tuple(_read_cell(reader, i, table, seq_id, seen) for i in range(n_cells))
+
+
+def read_columns(reader: Reader, spec: CacheSpec, take: Callable[[Column], None]) -> None:
+    """The second part of a state: checks what stands before the rows of each tensor, and has `take` read the rows.
+
+    Raises as `read_state`, and what `take` raises.
+    """
     _expect("s_trans", _number(reader, "<I", "s_trans"), 0)
     _expect("layer count", _number(reader, "<I", "layer count"), spec.n_layer)
-    rows = {}
     for column in columns_of(spec):
         where = f"layer {column.il}, {column.which}"
         if column.state_type is not None:
             _expect(f"type of {where}", _number(reader, "<i", f"type of {where}"), column.state_type.type_id)
         _expect(f"row bytes of {where}", _number(reader, "<Q", f"row bytes of {where}"), column.row_bytes)
-        rows[column.which, column.il] = _exactly(reader, n_cells * column.row_bytes, f"rows of {where}")
-    return StateImage(cells, rows)
+        take(column)
 
 
 def _column_header(column: Column) -> bytes:

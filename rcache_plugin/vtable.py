@@ -289,15 +289,24 @@ class _CStream:
         self._check(self._io.write(self._io.user, ffi.from_buffer(data), len(data)), f"write of {len(data)} bytes")
 
     def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
-        spec, buffers = self._cache.spec, self._cache.buffers
-        row_bytes = spec.row_bytes(which, il)
+        buffers = self._cache.buffers
         if self._io.write_tensor == ffi.NULL and buffers is not None:
             for cell_id in range(first, first + n_rows):
                 self.write(buffers.get_row(which, il, cell_id))
             return
-        tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
-        status = self._io.write_tensor(self._io.user, tensor, first * row_bytes, n_rows * row_bytes)
+        status = self._io.write_tensor(*self._rows(which, il, first, n_rows))
         self._check(status, f"write of {n_rows} rows of layer {il}, {which}")
+
+    def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
+        if self._io.read_tensor == ffi.NULL:
+            raise InvalidArgument("rcache_io has no read_tensor")
+        status = self._io.read_tensor(*self._rows(which, il, first, n_rows))
+        self._check(status, f"read of {n_rows} rows of layer {il}, {which}")
+
+    def _rows(self, which: Which, il: int, first: int, n_rows: int) -> tuple[Any, ...]:
+        row_bytes = self._cache.spec.row_bytes(which, il)
+        tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
+        return self._io.user, tensor, first * row_bytes, n_rows * row_bytes
 
 
 def _state_write(table: HostVTable, io: Any, seq_id: int, flags: int) -> None:

@@ -261,6 +261,13 @@ def run(
     return [read(out) for out in outs]
 
 
+def write(path: Path, traces: Sequence[Trace]) -> None:
+    """Keeps `traces` in a file, for `read`."""
+    heads = [{"name": t.name, "records": t.records, "warnings": t.warnings, "n_caches": t.n_caches} for t in traces]
+    arrays = {f"{i}.{key}": values for i, trace in enumerate(traces) for key, values in trace.arrays.items()}
+    np.savez(path, traces=np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8), **arrays)
+
+
 def read(path: Path) -> list[Trace]:
     """The traces in a file that a child wrote."""
     with np.load(path) as stored:
@@ -557,9 +564,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"script: {script.name}", file=sys.stderr, flush=True)  # where a crash happened
         traces.append(machine.execute(script))
     machine.close()
-    heads = [{"name": t.name, "records": t.records, "warnings": t.warnings, "n_caches": t.n_caches} for t in traces]
-    arrays = {f"{i}.{key}": values for i, trace in enumerate(traces) for key, values in trace.arrays.items()}
-    np.savez(out, traces=np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8), **arrays)
+    write(Path(out), traces)
     return 0
 
 

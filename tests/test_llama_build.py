@@ -704,11 +704,16 @@ def test_another_libllama_is_checked_anew(cache: Path, kit: Kit, install: LlamaI
     for _ in range(2):
         assert llama_build.build(install, progress=None, smoke=smoke) == path
     assert smoked == [path]  # also when the rest was checked before
+    first = install.libllama.stat().st_mtime_ns
     os.utime(install.libllama, ns=(1, 1))
     lines: list[str] = []
     assert llama_build.build(install, progress=lines.append, smoke=smoke) == path
     assert smoked[1:] == [path]
     assert lines == [f"checking the llama.cpp adapter for {install.libllama}"]
+    llama_build.build(install, progress=None, force=True)
+    os.utime(install.libllama, ns=(first, first))  # that check was of the old object
+    llama_build.build(install, progress=lines.append)
+    assert len(lines) == 2
     shutil.copy(kit.library("-Wl,-Bsymbolic"), install.libllama)
     with pytest.raises(NotInterposable):
         llama_build.build(install, progress=None, smoke=smoke)

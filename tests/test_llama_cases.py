@@ -17,7 +17,7 @@ import llama_models
 import numpy as np
 import pytest
 from llama_child import ON_DEVICE, PARTIAL, Array, Script, Trace
-from llama_scripts import tokens
+from llama_scripts import fork, four_lengths, interleaved, random_walk, tokens
 
 MODELS = ("mamba", "rwkv7", "granite-hybrid", "qwen35")
 HYBRIDS = tuple(model for model in MODELS if llama_models.models()[model].kind == "hybrid")
@@ -98,7 +98,7 @@ def positions(trace: Trace, op: str, n: int = -1) -> list[list[int]]:
 
 
 @case()
-def test_removing_the_last_position_is_refused_and_removing_nothing_is_not(script: Script) -> Generator[None, Trace, None]:
+def test_removing_the_last_position_is_refused_but_not_removing_nothing(script: Script) -> Generator[None, Trace, None]:
     script.decode({0: tokens(10)}).rm(0, 9, -1).rm(0, 10, -1).rm(0, 12, 20).decode({0: [5]})
     script.new(1).decode({0: tokens(10)}, context=1).decode({0: [5]}, context=1)
     trace = yield
@@ -162,17 +162,19 @@ def test_a_batch_that_was_undone_is_undone_or_the_removal_refused(script: Script
 
 
 def _drafts(script: Script, accepted: int, before: int) -> None:
-    """`before` tokens one by one, a draft of 5 of which `accepted` stay, one more token; then the same without draft."""
+    """`before` tokens, a draft of 5 of which `accepted` stay, one more token; then the same without a draft."""
     script.decode({0: tokens(10)})
     for i in range(before):
         script.decode({0: [30 + i]})
     script.decode({0: tokens(5, 1)}, outputs="all").rm(0, 10 + before + accepted, -1)
     script.at(0, 10 + before + accepted).decode({0: [5]}).clear()
-    script.decode({0: [*tokens(10), *(30 + i for i in range(before)), *tokens(5, 1)[:accepted]]}).decode({0: [5]}).clear()
+    script.decode({0: [*tokens(10), *(30 + i for i in range(before)), *tokens(5, 1)[:accepted]]}).decode(
+        {0: [5]}
+    ).clear()
 
 
 @case(ROLLING_BACK, n_rs_seq=5)
-def test_each_number_of_accepted_draft_tokens_goes_on_as_if_only_they_had_come(script: Script) -> Generator[None, Trace, None]:
+def test_any_number_of_accepted_draft_tokens_equals_no_draft(script: Script) -> Generator[None, Trace, None]:
     for accepted in range(6):
         _drafts(script, accepted, before=2)
     trace = yield
@@ -181,7 +183,9 @@ def test_each_number_of_accepted_draft_tokens_goes_on_as_if_only_they_had_come(s
     for accepted, (drafted, plain) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
         if trace.of("rm")[accepted]["rc"]:
             assert drafted["rc"] == plain["rc"] == 0
-            assert close(trace.arrays[f"{drafted['number']}.logits"], trace.arrays[f"{plain['number']}.logits"]), accepted
+            assert close(trace.arrays[f"{drafted['number']}.logits"], trace.arrays[f"{plain['number']}.logits"]), (
+                accepted
+            )
         else:
             assert drafted["rc"] != 0
 
@@ -472,7 +476,7 @@ def test_documents_on_one_slot_are_independent(script: Script) -> Generator[None
 def test_values_that_are_no_numbers_do_not_outlive_their_sequence(script: Script) -> Generator[None, Trace, None]:
     """A state of NaN is put in by way of a saved one, in a cell that the next user gets."""
     script.decode({0: tokens(20), 1: tokens(5, 1)}).save("x", 0)
-    script.edit("x", "nan", patch={offset: "0000c07f" for offset in range(NAN_FROM, NAN_FROM + 256, 4)})
+    script.edit("x", "nan", patch=dict.fromkeys(range(NAN_FROM, NAN_FROM + 256, 4), "0000c07f"))
     script.load("nan", 0).rm(0).decode({0: tokens(9, 2)}).load("nan", 2).rm(2).decode({2: tokens(9, 2), 0: [5]})
     script.new(1).decode({0: tokens(9, 2)}, context=1)
     trace = yield
@@ -484,10 +488,58 @@ def test_values_that_are_no_numbers_do_not_outlive_their_sequence(script: Script
 NAN_FROM = -300  # bytes from the end of a state: its last rows belong to the recurrent half
 
 
+# --- other splits and placements ------------------------------------------------------------------------------------
+
+ANY_SPLIT = """
+    import sys
+    from pathlib import Path
+    import rcache_plugin.hosts.llama as host
+    host.install(OPTIONS)
+    import llama_child, llama_scripts
+    import numpy as np
+    machine = llama_child.Machine(Path(MODEL))
+    scripts = [llama_scripts.four_lengths(), llama_scripts.fork(), llama_scripts.interleaved(), *map(
+        llama_scripts.random_walk, (1, 2))]
+    traces = [machine.execute(script) for script in scripts]
+    llama_child.write(Path(OUT), traces)
+    machine.new(0)
+    rows = [((0, 1), t, i, False) for i, t in enumerate(llama_scripts.tokens(3))]
+    status, logits, _ = machine.decode([*rows, ((0,), 5, 3, True), ((1,), 6, 3, True)])
+    print("shared", status)
+    if status == 0:
+        for seq in (0, 1):
+            machine.new(1)
+            ids = [*llama_scripts.tokens(3), 5 + seq]
+            _, alone, _ = machine.decode([((0,), t, i, i == 3) for i, t in enumerate(ids)], 1)
+            assert np.allclose(alone[0], logits[seq], rtol=1e-3, atol=1e-3)
+            machine.free(1)
+    machine.close()
+"""
+
+
+@pytest.mark.parametrize("options", ["consecutive_seq_ids=False", 'placement="compact"', "spare_cells=3"])
+@pytest.mark.parametrize("model", ["mamba", "granite-hybrid"])
+def test_other_splits_and_placements_equal_stock_up_to_rounding(
+    model_path: Callable[[str], str], tmp_path: Path, model: str, options: str
+) -> None:
+    path, out = model_path(model), tmp_path / "ours.npz"
+    code = ANY_SPLIT.replace("OPTIONS", options).replace("MODEL", repr(path)).replace("OUT", repr(str(out)))
+    printed = children.run_code(code, env=llama_child.QUIET, timeout=120)
+    scripts = [four_lengths(), fork(), interleaved(), random_walk(1), random_walk(2)]
+    (stock,) = llama_child.run(["stock"], Path(path), scripts, tmp_path)
+    for one, other in zip(stock, llama_child.read(out), strict=True):
+        for theirs, ours in zip(one.records, other.records, strict=True):
+            assert theirs.get("positions") == ours.get("positions"), (one.name, theirs)
+            assert theirs["op"] == "save" or theirs.get("rc") == ours.get("rc"), (one.name, theirs)
+        assert all(close(a, b) for a, b in zip(one.all_logits(), other.all_logits(), strict=True)), one.name
+    if options.startswith("consecutive") and model == "mamba":
+        assert "shared 0" in printed
+
+
 # --- G. callbacks that fail -----------------------------------------------------------------------------------------
 
 HEAD = """
-    import sys, threading
+    import sys, threading, time
     from pathlib import Path
     import llama_child
     from llama_child import Machine, Script
@@ -523,7 +575,9 @@ def _run(model_path: Callable[[str], str], body: str, model: str = "mamba", **op
 
 @pytest.mark.parametrize("model", ["mamba", "granite-hybrid"])
 @pytest.mark.parametrize("method", ["prepare", "find_slot"])
-def test_a_callback_that_raises_fails_the_decode_only(model_path: Callable[[str], str], method: str, model: str) -> None:
+def test_a_callback_that_raises_fails_the_decode_only(
+    model_path: Callable[[str], str], method: str, model: str
+) -> None:
     printed = _run(
         model_path,
         f"""
@@ -753,21 +807,42 @@ def test_the_interpreter_ends_with_live_contexts(model_path: Callable[[str], str
     )
 
 
-def test_the_interpreter_ends_while_a_thread_decodes(model_path: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.031])
+def test_the_interpreter_ends_while_a_thread_decodes(model_path: Callable[[str], str], delay: float) -> None:
     _run(
         model_path,
-        """
+        f"""
         machine.new(0, n_ctx=65536)
         started = threading.Event()
         def forever():
             pos = 0
             while True:
-                machine.decode(rows({0: [5]}, pos))
+                machine.decode(rows({{0: [5]}}, pos))
                 pos += 1
                 started.set()
         threading.Thread(target=forever, daemon=True).start()
         assert started.wait(60)
+        time.sleep({delay})
         """,
+    )
+
+
+@pytest.mark.parametrize("model", ["mamba", "granite-hybrid"])
+def test_a_cache_that_was_closed_under_its_context_is_an_error(model_path: Callable[[str], str], model: str) -> None:
+    _run(
+        model_path,
+        """
+        machine.new(0)
+        assert machine.decode(rows({0: tokens(20)}))[0] == 0
+        host.caches()[0].close()
+        assert machine.decode(rows({0: [5]}, 20))[0] != 0
+        assert any("closed" in line for line in machine.warnings)
+        assert machine.lib.llama_memory_seq_rm(machine.memory(0), 0, -1, -1) is False
+        assert machine.save(0, 0) == b"" and machine.load(b"x" * 100, 0, 0) == 0
+        machine.lib.llama_memory_clear(machine.memory(0), True)
+        machine.close()
+        """,
+        model,
     )
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cffi import FFI
+
 from ..cache import RecurrentCache
 from ..errors import AbiMismatch, RcacheError
 from ..ggml_lib import GgmlLib
@@ -30,6 +32,12 @@ from ..slots import CLASSIC
 from ..vtable import ABI_VERSION, CacheRequest, new_factory
 
 log = logging.getLogger(__name__)
+
+_ADAPTER_FUNCTIONS = """
+    uint32_t rcache_llama_abi_version(void);
+    void rcache_llama_set_factory(const void * factory);
+    void rcache_llama_set_consecutive(int32_t consecutive);
+"""
 
 
 class HostOrderError(RcacheError, ImportError):
@@ -162,15 +170,16 @@ def _check_order() -> None:
 
 def _load(found: LlamaInstall, path: Path) -> _Host:
     # the adapter first: the linker takes the first definition in the global scope for libllama's own calls; lazily,
-    # because what it calls itself is in libllama
-    adapter = ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
+    # because what it calls itself is in libllama. Not with ctypes, which always adds RTLD_NOW
+    ffi = FFI()
+    ffi.cdef(_ADAPTER_FUNCTIONS)
+    adapter = ffi.dlopen(str(path), os.RTLD_GLOBAL | os.RTLD_LAZY)
     version = adapter.rcache_llama_abi_version()
     if version != ABI_VERSION:
         raise AbiMismatch(f"{path} speaks version {version} of the interface, this is {ABI_VERSION}: build it again")
     libllama = ctypes.CDLL(str(found.libllama), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     host = _Host(found, adapter, libllama, GgmlLib.find(found.libllama.parent))
-    adapter.rcache_llama_set_factory.argtypes = [ctypes.c_void_p]
-    adapter.rcache_llama_set_factory(new_factory(host.create))
+    adapter.rcache_llama_set_factory(ffi.cast("const void *", new_factory(host.create)))
     log.info("llama-cpp-python %s runs on rcache (%s)", found.version, path)
     return host
 

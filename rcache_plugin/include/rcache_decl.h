@@ -151,7 +151,8 @@ struct rcache_vtable {
     int32_t (*s_tensor)(void * user, int32_t il, void ** tensor);
     int32_t (*p_tensor)(void * user, int32_t il, void ** tensor);
 
-    /* seq_id < 0: the whole cache. flags: 0. */
+    /* seq_id < 0: the whole cache. flags: llama.cpp's; with 2 (on device, one sequence) rows pass through write_tensor
+     * and read_tensor only. */
     int32_t (*state_write)(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
     int32_t (*state_read)(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
 
