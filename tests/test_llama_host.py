@@ -1,0 +1,153 @@
+"""`hosts.llama` as it is used: the `Llama` of ours, options, a model without states, agreement with the reference host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import children
+import llama_child
+import llama_models
+import numpy as np
+import pytest
+from llama_models import Fields, Shapes
+
+
+def _attention_only() -> tuple[Fields, Shapes]:
+    d, n_ff, n_head = 32, 48, 4
+    fields = llama_models._common(d, 2, n_ff, n_head, n_head) | {"rope.dimension_count": d // n_head}
+    shapes = llama_models._ends(d)
+    for il in range(2):
+        layer = {"attn_norm.weight": (d,), **llama_models._attention(d, d // n_head, n_head, n_head)}
+        shapes |= llama_models._layer(il, {**layer, **llama_models._ffn(d, n_ff)})
+    return fields, shapes
+
+
+def run(code: str, **names: object) -> str:
+    head = "".join(f"    {name} = {value!r}\n" for name, value in names.items())
+    return children.run_code(head + code, env=llama_child.QUIET, timeout=120)
+
+
+def test_our_llama_is_a_drop_in(tmp_path: Path) -> None:
+    out = run(
+        """
+    from rcache_plugin.hosts.llama import Llama, caches, context_options, installed
+    import llama_cpp
+    assert installed() and issubclass(Llama, llama_cpp.Llama)
+    llm = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False, placement="compact", spare_cells=2)
+    cache = llm.rcache
+    assert cache.placement == "compact" and (cache.size, cache.n_seq_max) == (3, 1) and cache in caches()
+    text = llm("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"]
+    assert cache.seq_pos_max(0) == llm.n_tokens - 1 > 0
+    with context_options(placement="compact") as made:
+        other = llama_cpp.Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
+    assert made == [made[0]] and made[0].placement == "compact" and made[0].size == 1
+    plain = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
+    assert plain.rcache.placement == "classic"
+    assert plain("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"] == text
+    assert len(caches()) == 3
+    for each in (llm, other, plain):
+        each.close()
+    assert caches() == () and cache.closed
+    print("ok")
+    """,
+        MODEL=str(llama_models.write("mamba", tmp_path)),
+    )
+    assert out.split() == ["ok"]
+
+
+def test_options_that_cannot_be_are_errors_in_python(tmp_path: Path) -> None:
+    out = run(
+        """
+    from rcache_plugin.hosts.llama import Llama, install
+    for bad in (dict(placement="elsewhere"), dict(spare_cells=-9)):
+        try:
+            Llama(MODEL, n_ctx=64, n_threads=1, verbose=False, **bad)
+        except ValueError as error:
+            print(type(error).__name__)
+    llm = Llama(MODEL, n_ctx=64, n_threads=1, verbose=False)
+    print(llm.rcache.size)
+    """,
+        MODEL=str(llama_models.write("mamba", tmp_path)),
+    )
+    assert out.split() == ["ValueError", "ValueError", "1"]
+
+
+def test_a_model_without_states_just_works(tmp_path: Path) -> None:
+    model = llama_models.Model("attention", "llama", "attention", *_attention_only()).write(tmp_path / "attention.gguf")
+    texts = [
+        run(
+            f"""
+    if MODE == "ours":
+        from rcache_plugin.hosts.llama import Llama, caches
+    else:
+        from llama_cpp import Llama
+    llm = Llama({str(model)!r}, n_ctx=64, n_threads=1, verbose=False)
+    if MODE == "ours":
+        assert llm.rcache is None and caches() == ()
+    print(repr(llm("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"]))
+    """,
+            MODE=mode,
+        )
+        for mode in ("ours", "stock")
+    ]
+    assert texts[0] == texts[1]
+
+
+LOGITS = """
+    import json
+    import numpy as np
+    tokens = json.loads(TOKENS)
+    if HOST == "reference":
+        from rcache_plugin.hosts.mamba import MambaContext, MambaModel
+        with MambaModel(MODEL) as model, MambaContext(model, n_threads=2) as context:
+            rows = context.decode(tokens, output="all")
+            text = []
+            for _ in range(24):
+                text.append(int((rows if not text else step)[-1].argmax()))
+                step = context.decode([text[-1]])
+    else:
+        if HOST == "ours":
+            import rcache_plugin.hosts.llama
+            rcache_plugin.hosts.llama.install()
+        import llama_cpp
+        llm = llama_cpp.Llama(MODEL, n_ctx=256, n_threads=2, logits_all=True, verbose=False)
+        llm.eval(tokens)
+        rows = np.array(llm.scores[: llm.n_tokens])
+        text = []
+        for _ in range(24):
+            text.append(int(llm.scores[llm.n_tokens - 1].argmax()))
+            llm.eval([text[-1]])
+    np.savez(OUT, rows=rows, text=text)
+"""
+
+
+@pytest.mark.parametrize("model", ["bundled", "mamba", "falcon-mamba"])
+def test_reference_host_and_llama_agree_on_a_file(model: str, tmp_path: Path) -> None:
+    """Within 1e-3 of the largest logit, and the same greedy tokens; ours and stock are equal to the last bit."""
+    from rcache_plugin.hosts.mamba import bundled_model
+
+    path = bundled_model() if model == "bundled" else llama_models.write(model, tmp_path)
+    tokens = [(7 * i * i + 3 * i + 5) % 250 for i in range(40)]
+    found = {}
+    for host in ("reference", "stock", "ours"):
+        out = tmp_path / f"{host}.npz"
+        run(LOGITS, HOST=host, MODEL=str(path), TOKENS=json.dumps(tokens), OUT=str(out))
+        found[host] = np.load(out)
+    assert np.array_equal(found["ours"]["rows"], found["stock"]["rows"])
+    scale = np.abs(found["stock"]["rows"]).max()
+    assert np.abs(found["reference"]["rows"] - found["stock"]["rows"]).max() <= 1e-3 * scale
+    assert found["reference"]["text"].tolist() == found["stock"]["text"].tolist() == found["ours"]["text"].tolist()
+
+
+def test_the_chat_example_gives_stocks_text(tmp_path: Path) -> None:
+    """examples/llama_chat.py knows nothing of this package; ``exec`` runs it on the cache."""
+    import sys
+
+    from rcache_plugin.hosts.mamba import bundled_model
+
+    example = [str(children.ROOT / "examples" / "llama_chat.py"), str(bundled_model())]
+    stock = children.run([sys.executable, *example], env=llama_child.QUIET, timeout=120)
+    command = [sys.executable, "-m", "rcache_plugin", "exec", *example]
+    ours = children.run(command, env=llama_child.QUIET, timeout=120)
+    assert ours.stdout == stock.stdout and stock.stdout.count(">") == 3
