@@ -8,6 +8,7 @@ the Python side waits for it, it is logged with its traceback; its text is had f
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import logging
 import threading
@@ -76,6 +77,7 @@ class HostVTable:
         if self._handle == ffi.NULL:
             raise AllocationError("no memory for a table of the C interface")
         self._release = weakref.finalize(self, _let_go, self._handle, self.key)
+        self._release.atexit = False  # a host may be in the middle of a step when Python ends: the plan stays readable
         lib.rcache_handle_use_python(self._handle, s_copy is not None, s_mask is not None)
         table = lib.rcache_handle_table(self._handle)
         self.address = int(ffi.cast("uintptr_t", table))
@@ -434,6 +436,9 @@ def _install() -> None:
 
 
 def _refuse_calls() -> None:
+    # a host that holds a cache of its own may be computing on it: its memory must outlive Python
+    for table in _owned_by_host.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(table.cache))
     left = lib.rcache_python_alive(0, _EXIT_WAIT_MS)
     if left:
         log.warning("%d calls through the C interface had not returned when Python ended", left)

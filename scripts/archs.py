@@ -221,7 +221,7 @@ class Row:
     @property
     def result(self) -> str:
         """In words."""
-        words = self.found or ("equal" if self.n_scripts else "not compared")
+        words = self.found or ("equal" if self.n_scripts else "llama.cpp itself aborts in every script")
         if self.stock_aborts:
             words += f"; left out, since llama.cpp itself aborts: {', '.join(self.stock_aborts)}"
         return words
@@ -235,9 +235,12 @@ def _compare(name: str, architecture: str, kind: str, path: Path, work: Path) ->
     scripts = [script for script in scripts if script.name not in SLOW]
     aborts: list[str] = []
     found = ""
-    if not _has_our_class(path, folder):
-        _say(f"{name}: its memory is of another class")
-        return None
+    try:
+        if not _has_our_class(path, folder):
+            _say(f"{name}: its memory is of another class")
+            return None
+    except children.ChildFailed as e:
+        found, scripts = f"ours ends when a context is made: {str(e).splitlines()[0]}", []
     while scripts:
         try:
             stock, ours = llama_child.run(llama_child.MODES, path, scripts, folder, timeout=600)

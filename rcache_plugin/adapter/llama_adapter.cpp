@@ -30,6 +30,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -44,6 +45,7 @@ struct rcache_state {
     const rcache_vtable * table       = nullptr;
     uint32_t              n_rs_full   = 0;    // rows that the largest graph is reserved for
     bool                  consecutive = true; // a ubatch holds consecutive sequence ids
+    bool                  hybrid      = false; // the recurrent half of a memory that has an attention half too
     bool                  failed      = false; // the last refusal was an error, not a lack of room
 
     ~rcache_state() {
@@ -149,6 +151,25 @@ bool in_order(const std::vector<llama_ubatch> & ubatches) {
         }
     }
     return true;
+}
+
+// In a hybrid memory a sequence that starts at position 0 has an empty attention half, or llama_decode would have refused
+// the batch. What our half still holds of it then was left by a restore that failed in the other half.
+void drop_left_over(const rcache_vtable * table, const std::vector<llama_ubatch> & ubatches) {
+    std::set<llama_seq_id> seen;
+    for (const auto & ubatch : ubatches) {
+        for (uint32_t s = 0; s < ubatch.n_seqs; ++s) {
+            const uint32_t i = s * ubatch.n_seq_tokens;
+            for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
+                const llama_seq_id seq_id = ubatch.seq_id[i][j];
+                llama_pos last = -1;
+                if (seen.insert(seq_id).second && ubatch.pos[i] == 0 &&
+                    table->seq_pos_max(table->user, seq_id, &last) == RCACHE_STATUS_OK && last >= 0) {
+                    table->seq_rm(table->user, seq_id, -1, -1);
+                }
+            }
+        }
+    }
 }
 
 // llama.cpp's streams as the table's. An exception of theirs waits here until the call has returned.
@@ -313,6 +334,7 @@ llama_memory_recurrent::llama_memory_recurrent(
     }
     state->n_rs_full   = mem_size;
     state->consecutive = g_consecutive != 0;
+    state->hybrid      = (bool) filter;
     const rcache_vtable * table = state->table;
 
     ggml_backend_buffer_i iface = {};
@@ -380,6 +402,9 @@ llama_memory_context_ptr llama_memory_recurrent::init_update(llama_context *, bo
 
 bool llama_memory_recurrent::prepare(const std::vector<llama_ubatch> & ubatches) {
     auto & state = state_of(*this);
+    if (state.hybrid) {
+        drop_left_over(state.table, ubatches);
+    }
     std::vector<std::unique_ptr<ubatch_view>> views;
     std::vector<rcache_ubatch>                all;
     for (const auto & ubatch : ubatches) {
@@ -491,11 +516,20 @@ void llama_memory_recurrent::state_write(llama_io_write_i & io, llama_seq_id seq
 }
 
 void llama_memory_recurrent::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    const auto * table = state_of(*this).table;
+    const auto & state = state_of(*this);
+    const auto * table = state.table;
     io_bridge<llama_io_read_i> bridge(io);
     bridge.c.read        = io_read;
     bridge.c.read_tensor = io_read_tensor;
     const int32_t status = table->state_read(table->user, &bridge.c, seq_id, flags);
+    if (status != RCACHE_STATUS_OK && state.hybrid && !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+        // our half is what it was, but llama.cpp clears the attention half, which it has restored already
+        if (seq_id < 0) {
+            table->clear(table->user, 1);
+        } else {
+            table->seq_rm(table->user, seq_id, -1, -1);
+        }
+    }
     if (bridge.thrown) {
         std::rethrow_exception(bridge.thrown);
     }

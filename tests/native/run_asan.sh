@@ -25,6 +25,15 @@ LD_PRELOAD="$(cc -print-file-name=libasan.so) $(cc -print-file-name=libubsan.so)
 ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:detect_stack_use_after_return=1 PYTHONMALLOC=malloc PYTHONPATH="$work" \
     "$python" "$root/tests/native/run_scenario.py" "$work/abi_scenario.so"
 
+if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llama_cpp") is None)'; then
+    echo "AddressSanitizer, the llama.cpp adapter:"
+    PYTHONPATH="$root" "$python" "$root/tests/native/build_llama_asan.py" "$work" -fsanitize=address
+    LD_PRELOAD="$(cc -print-file-name=libasan.so) $(cc -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:detect_odr_violation=0 PYTHONMALLOC=malloc PYTHONPATH="$work" \
+        "$python" "$root/tests/native/run_llama.py" "$work/adapter.so" "$work/mamba.gguf" "$work/granite-hybrid.gguf" \
+        "$work/qwen35.gguf"
+fi
+
 if command -v valgrind > /dev/null; then
     echo "valgrind (memcheck; leaks of this package only):"
     mkdir "$work/plain"
