@@ -27,6 +27,13 @@ struct rcache_handle {
     int32_t plan_room;
     int32_t * plan_s_copy;
     float   * plan_s_mask;
+    /* Positions of the sequences, so that a host may ask for all of them at each step. Valid while pos_at == changes. */
+    pthread_mutex_t pos_lock;
+    atomic_ullong changes; /* of the cache, counted */
+    unsigned long long pos_at;
+    int32_t n_pos;         /* sequences of the cache */
+    int32_t pos_room;
+    int32_t * pos;
     pthread_mutex_t error_lock;
     char * error;
 };
@@ -68,8 +75,37 @@ static int32_t op_prepare(void * user, const struct rcache_ubatch * ubatches, ui
     CALL_PYTHON(user, rcache_py_prepare(handle->key, ubatches, n_ubatches));
 }
 
+/* After a find_slot that was the only change since: its sequences are where the ubatch ends. */
+static void follow_positions(struct rcache_handle * handle, const struct rcache_ubatch * u, unsigned long long before) {
+    if (pthread_mutex_trylock(&handle->pos_lock) != 0) { /* see op_seq_pos */
+        return;
+    }
+    if (handle->pos && handle->pos_at == before && atomic_load(&handle->changes) == before + 1) {
+        for (uint32_t s = 0; s < u->n_seqs; s++) {
+            const int32_t last = u->pos[(s + 1) * u->n_seq_tokens - 1];
+            for (int32_t j = 0; j < u->n_seq_id[s]; j++) {
+                if (u->seq_id[s][j] < handle->n_pos) {
+                    handle->pos[u->seq_id[s][j]] = last;
+                }
+            }
+        }
+        handle->pos_at = before + 1;
+    }
+    pthread_mutex_unlock(&handle->pos_lock);
+}
+
 static int32_t op_find_slot(void * user, const struct rcache_ubatch * ubatch, struct rcache_slot * slot) {
-    CALL_PYTHON(user, rcache_py_find_slot(handle->key, ubatch, slot));
+    struct rcache_handle * handle = user;
+    if (!enter(handle)) {
+        return RCACHE_STATUS_CLOSED;
+    }
+    const unsigned long long before = atomic_load(&handle->changes);
+    const int32_t status = rcache_py_find_slot(handle->key, ubatch, slot);
+    if (status == RCACHE_STATUS_OK) {
+        follow_positions(handle, ubatch, before);
+    }
+    leave();
+    return status;
 }
 
 static int32_t op_discard_slot(void * user) {
@@ -96,12 +132,50 @@ static int32_t op_seq_div(void * user, int32_t seq_id, int32_t p0, int32_t p1, i
     CALL_PYTHON(user, rcache_py_seq_div(handle->key, seq_id, p0, p1, d));
 }
 
-static int32_t op_seq_pos_min(void * user, int32_t seq_id, int32_t * pos) {
-    CALL_PYTHON(user, rcache_py_seq_pos_min(handle->key, seq_id, pos));
+/* Has the positions read anew if the cache has changed; 0: they could not be had. Called with pos_lock held. */
+static int positions_known(struct rcache_handle * handle) {
+    const unsigned long long now = atomic_load(&handle->changes);
+    if (handle->pos && handle->pos_at == now) {
+        return 1;
+    }
+    for (;;) {
+        const int32_t n = rcache_py_positions(handle->key, handle->pos, handle->pos_room);
+        if (n < 0) {
+            return 0;
+        }
+        if (n <= handle->pos_room) {
+            handle->n_pos  = n;
+            handle->pos_at = now;
+            return 1;
+        }
+        int32_t * room = realloc(handle->pos, (size_t) n * sizeof(int32_t));
+        if (!room) {
+            return 0;
+        }
+        handle->pos      = room;
+        handle->pos_room = n;
+    }
 }
 
-static int32_t op_seq_pos_max(void * user, int32_t seq_id, int32_t * pos) {
-    CALL_PYTHON(user, rcache_py_seq_pos_max(handle->key, seq_id, pos));
+/* A state has one position, so the smallest and the largest are the same. */
+static int32_t op_seq_pos(void * user, int32_t seq_id, int32_t * pos) {
+    struct rcache_handle * handle = user;
+    if (!enter(handle)) {
+        return RCACHE_STATUS_CLOSED;
+    }
+    int32_t status = RCACHE_STATUS_OK;
+    /* Not waiting: whoever holds the lock may be waiting for Python, which this thread may hold. */
+    const int locked = pthread_mutex_trylock(&handle->pos_lock) == 0;
+    if (pos && seq_id >= 0 && locked && positions_known(handle) && seq_id < handle->n_pos) {
+        *pos = handle->pos[seq_id];
+    } else {
+        status = rcache_py_seq_pos(handle->key, seq_id, pos); /* and the error, if it is one */
+    }
+    if (locked) {
+        pthread_mutex_unlock(&handle->pos_lock);
+    }
+    leave();
+    return status;
 }
 
 static int32_t op_clear(void * user, int32_t data) {
@@ -185,6 +259,8 @@ static void let_go(struct rcache_handle * handle) {
         return;
     }
     pthread_mutex_destroy(&handle->error_lock);
+    pthread_mutex_destroy(&handle->pos_lock);
+    free(handle->pos);
     free(handle->error);
     free(handle->plan_s_copy);
     free(handle->plan_s_mask);
@@ -209,6 +285,11 @@ struct rcache_handle * rcache_handle_new(uint64_t key) {
         free(handle);
         return NULL;
     }
+    if (pthread_mutex_init(&handle->pos_lock, NULL) != 0) {
+        pthread_mutex_destroy(&handle->error_lock);
+        free(handle);
+        return NULL;
+    }
     handle->key = key;
     atomic_init(&handle->holders, 2);
     atomic_init(&handle->open, 1);
@@ -226,8 +307,8 @@ struct rcache_handle * rcache_handle_new(uint64_t key) {
         .seq_keep      = op_seq_keep,
         .seq_add       = op_seq_add,
         .seq_div       = op_seq_div,
-        .seq_pos_min   = op_seq_pos_min,
-        .seq_pos_max   = op_seq_pos_max,
+        .seq_pos_min   = op_seq_pos,
+        .seq_pos_max   = op_seq_pos,
         .clear         = op_clear,
         .get_can_shift = op_get_can_shift,
         .info          = op_info,
@@ -257,6 +338,7 @@ void rcache_handle_use_python(struct rcache_handle * handle, int32_t s_copy, int
 }
 
 int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const int32_t * s_copy, const int32_t * src) {
+    rcache_handle_touch(handle);
     handle->plan_n = 0;
     if (n > handle->plan_room) {
         int32_t * room_s_copy = realloc(handle->plan_s_copy, (size_t) n * sizeof(int32_t));
@@ -277,6 +359,10 @@ int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const in
     }
     handle->plan_n = n;
     return RCACHE_STATUS_OK;
+}
+
+void rcache_handle_touch(struct rcache_handle * handle) {
+    atomic_fetch_add(&handle->changes, 1);
 }
 
 void rcache_handle_set_error(struct rcache_handle * handle, const char * text) {

@@ -12,8 +12,10 @@ int32_t rcache_py_seq_cp(uint64_t key, int32_t seq_id_src, int32_t seq_id_dst, i
 int32_t rcache_py_seq_keep(uint64_t key, int32_t seq_id);
 int32_t rcache_py_seq_add(uint64_t key, int32_t seq_id, int32_t p0, int32_t p1, int32_t shift);
 int32_t rcache_py_seq_div(uint64_t key, int32_t seq_id, int32_t p0, int32_t p1, int32_t d);
-int32_t rcache_py_seq_pos_min(uint64_t key, int32_t seq_id, int32_t * pos);
-int32_t rcache_py_seq_pos_max(uint64_t key, int32_t seq_id, int32_t * pos);
+int32_t rcache_py_seq_pos(uint64_t key, int32_t seq_id, int32_t * pos);
+/* Positions of all sequences, -1 where there is none: [n_seq_max]. Writes at most n; returns n_seq_max or a negative
+ * status. */
+int32_t rcache_py_positions(uint64_t key, int32_t * pos, int32_t n);
 int32_t rcache_py_clear(uint64_t key, int32_t data);
 int32_t rcache_py_get_can_shift(uint64_t key);
 int32_t rcache_py_info(uint64_t key, struct rcache_info * info);

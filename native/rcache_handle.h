@@ -13,8 +13,11 @@ void rcache_handle_close(struct rcache_handle * handle);
 /* Sends s_copy / s_mask to Python instead of to the published plan. */
 void rcache_handle_use_python(struct rcache_handle * handle, int32_t s_copy, int32_t s_mask);
 
-/* Copies the plan that the C readers of s_copy and s_mask answer from: [n] each. n == 0: no plan. */
+/* Copies the plan that the C readers of s_copy and s_mask answer from: [n] each. n == 0: no plan. Counts as a touch. */
 int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const int32_t * s_copy, const int32_t * src);
+
+/* The cache has changed otherwise than by the find_slot under way: positions known here are void. */
+void rcache_handle_touch(struct rcache_handle * handle);
 
 /* Keeps the text of an error for last_error. */
 void rcache_handle_set_error(struct rcache_handle * handle, const char * text);

@@ -76,7 +76,8 @@ class StateBuffers:
 
     `devices` is the name of a device for all layers, or one name (or None for the CPU) for each layer, [n_layer];
     `bufts` gives addresses of ``ggml_backend_buffer_type_t`` instead, [n_layer], 0 or None for the CPU. Without
-    either, all is on the CPU.
+    either, all is on the CPU. With `empty_tensors` a layer that keeps only one of r and s has a tensor of width 0 for
+    the other, as llama.cpp's graphs expect it.
 
     The caller closes it after the last graph that uses the tensors has been computed; until then the addresses in
     `r_l` and `s_l` are valid.
@@ -96,6 +97,7 @@ class StateBuffers:
         *,
         devices: str | Sequence[str | None] | None = None,
         bufts: Sequence[int | None] | None = None,
+        empty_tensors: bool = False,
     ) -> None:
         self.lib = lib
         self.spec = spec
@@ -105,7 +107,7 @@ class StateBuffers:
         try:
             for buft, layers in placement.items():
                 with lib.connected(buft):
-                    memory.allocate(spec, self.n_cells, buft, layers)
+                    memory.allocate(spec, self.n_cells, buft, layers, empty_tensors)
             memory.clear()
         except BaseException:
             memory.free()
@@ -349,10 +351,10 @@ class _Memory:
         else:
             lib.free_buffer(buffer)
 
-    def allocate(self, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int]) -> None:
+    def allocate(self, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int], empty: bool) -> None:
         lib = self._lib
         name, endpoint = lib.buft_name(buft), lib.endpoint_of_buft(buft)
-        ctx, tensors = _describe(lib, spec, n_cells, buft, layers)
+        ctx, tensors = _describe(lib, spec, n_cells, buft, layers, empty)
         self._stack.callback(lib.free_context, ctx)
         asked = _padded_size(lib, buft, [cdata for _, _, cdata in tensors])
         total = lib.memory_total(buft)
@@ -488,7 +490,7 @@ def _placement(
 
 
 def _describe(
-    lib: GgmlLib, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int]
+    lib: GgmlLib, spec: CacheSpec, n_cells: int, buft: Any, layers: Sequence[int], empty: bool = False
 ) -> tuple[Any, list[tuple[Which, int, Any]]]:
     """A context with the tensors of `layers`, without data: (context, [(which, il, tensor)])."""
     total = spec.cell_bytes * n_cells
@@ -499,7 +501,7 @@ def _describe(
         for il in layers
         for which in WHICH
     ]
-    wanted = [entry for entry in wanted if entry[3]]
+    wanted = [entry for entry in wanted if entry[3] or (empty and entry[0] != "p")]
     on_rpc = lib.endpoint_of_buft(buft) is not None
     for which, il, state_type, n_embd, row_bytes in wanted:
         if on_rpc and row_bytes >= _RPC_MAX_ROW:

@@ -41,6 +41,9 @@ class PlanObserver(Protocol):
     def publish(self, plan: SlotPlan | None) -> None:
         """Called after each slot, and with None when there is no slot any more."""
 
+    def changed(self) -> None:
+        """Called after any other change of the table."""
+
 
 class _RowBytes:
     """A `Writer` for whoever takes bytes only."""
@@ -81,6 +84,7 @@ class RecurrentCache:
         bufts: Sequence[int | None] | None = None,
         allocate: bool = True,
         n_rs_seq: int = 0,
+        empty_tensors: bool = False,
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgument(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
@@ -88,7 +92,7 @@ class RecurrentCache:
         self.placement = placement
         self.table = CellTable(n_cells, n_seq_max, n_rs_seq)
         self.buffers: StateBuffers | None = None
-        self._devices, self._bufts = devices, bufts
+        self._where: dict[str, Any] = {"devices": devices, "bufts": bufts, "empty_tensors": empty_tensors}
         self._lock = threading.RLock()
         self._prepared: deque[tuple[UBatch, SlotPlan]] = deque()
         self._plan: SlotPlan | None = None
@@ -98,7 +102,7 @@ class RecurrentCache:
             from .ggml_lib import GgmlLib
 
             self._ggml = ggml if ggml is not None else GgmlLib.find()
-            self.buffers = StateBuffers(self._ggml, spec, n_cells * (1 + n_rs_seq), devices=devices, bufts=bufts)
+            self.buffers = StateBuffers(self._ggml, spec, n_cells * (1 + n_rs_seq), **self._where)
         self._closed = False
 
     # life
@@ -216,6 +220,10 @@ class RecurrentCache:
         for observer in self.observers:
             observer.publish(plan)
 
+    def _changed(self) -> None:
+        for observer in self.observers:
+            observer.changed()
+
     def _take_prepared(self, ubatch: UBatch) -> SlotPlan | None:
         table = self._open()
         if self._prepared:
@@ -257,27 +265,33 @@ class RecurrentCache:
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """As `CellTable.seq_rm`."""
         with self._lock:
-            return self._open().seq_rm(seq_id, p0, p1)
+            done = self._open().seq_rm(seq_id, p0, p1)
+            self._changed()
+            return done
 
     def seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int = -1, p1: int = -1) -> None:
         """As `CellTable.seq_cp`."""
         with self._lock:
             self._open().seq_cp(seq_id_src, seq_id_dst, p0, p1)
+            self._changed()
 
     def seq_keep(self, seq_id: int) -> None:
         """As `CellTable.seq_keep`."""
         with self._lock:
             self._open().seq_keep(seq_id)
+            self._changed()
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         """As `CellTable.seq_add`."""
         with self._lock:
             self._open().seq_add(seq_id, p0, p1, shift)
+            self._changed()
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """As `CellTable.seq_div`."""
         with self._lock:
             self._open().seq_div(seq_id, p0, p1, d)
+            self._changed()
 
     def seq_pos_min(self, seq_id: int) -> int:
         """As `CellTable.seq_pos_min`."""
@@ -286,6 +300,11 @@ class RecurrentCache:
     def seq_pos_max(self, seq_id: int) -> int:
         """As `CellTable.seq_pos_max`."""
         return self._open().seq_pos_max(seq_id)
+
+    def positions(self) -> list[int]:
+        """`seq_pos_max` of every sequence, [n_seq_max]."""
+        with self._lock:
+            return self._open().positions()
 
     @property
     def can_shift(self) -> bool:
@@ -313,7 +332,7 @@ class RecurrentCache:
                 from .buffers import StateBuffers
 
                 n_rows = n_cells * (1 + self.table.n_rs_seq)
-                larger = StateBuffers(self._ggml, self.spec, n_rows, devices=self._devices, bufts=self._bufts)
+                larger = StateBuffers(self._ggml, self.spec, n_rows, **self._where)
                 old, row_of = self.table.used_cells(), self.table.row_of
                 try:
                     larger.copy_rows_from(self.buffers, ((row_of(c), moves.get(c, c)) for c in old))
@@ -365,6 +384,7 @@ class RecurrentCache:
                 if image is None:
                     read_columns(reader, self.spec, lambda column: None)
                 table.seq_rm(seq_id, -1, -1)
+                self._changed()
 
     def _restore_all(self, image: StateImage | None, buffers: StateBuffers) -> None:
         if image is None:
@@ -375,6 +395,7 @@ class RecurrentCache:
                 self._set_rows(image, buffers, i, i)
         except BaseException:
             self.table.clear()
+            self._publish(None)
             raise
         self.table.restore(image.cells)
         self._publish(None)
@@ -399,6 +420,7 @@ class RecurrentCache:
         except BaseException:
             if own:  # its old state is written over in part
                 self.table.seq_rm(seq_id, -1, -1)
+                self._changed()
             raise
         commit(after, plan)
         self.table = after

@@ -313,6 +313,11 @@ class CellTable:
         cell_id = self.tail(seq_id)
         return POS_NONE if cell_id == CELL_NONE else self._pos[cell_id]
 
+    def positions(self) -> list[int]:
+        """`seq_pos_max` of every sequence, [n_seq_max]."""
+        pos = self._pos
+        return [POS_NONE if cell_id == CELL_NONE else pos[cell_id] for cell_id in self._tail]
+
     def clear(self) -> None:
         """Forgets every sequence. Rows of a buffer are not the table's business: new sequences start from zero."""
         self._pos = [POS_NONE] * self.size

@@ -357,7 +357,7 @@ class GgmlLib:
 
     def new_tensor_2d(self, ctx: Any, type_id: int, ne0: int, ne1: int, name: str) -> Any:
         """A tensor [ne0, ne1] without data. Raises `InvalidArgument` when its size cannot be counted."""
-        if ne0 < 1 or ne1 < 1 or self.row_size(type_id, ne0) * ne1 > _MAX_BYTES:
+        if ne0 < 0 or ne1 < 1 or self.row_size(type_id, ne0) * ne1 > _MAX_BYTES:
             raise InvalidArgument(f"a tensor of [{ne0}, {ne1}] elements cannot be")
         tensor = self._base.ggml_new_tensor_2d(ctx, type_id, ne0, ne1)
         self._base.ggml_set_name(tensor, name.encode())

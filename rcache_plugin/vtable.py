@@ -112,8 +112,9 @@ class HostVTable:
         if getattr(_waiting, "depth", 0):
             self.pending = error
         else:
-            level = logging.WARNING if isinstance(error, InvalidArgument) else logging.ERROR
-            log.log(level, "a call through the C interface failed: %s", error, exc_info=error)
+            expected = isinstance(error, (InvalidArgument, StateError))  # the caller's doing: a traceback adds nothing
+            level = logging.WARNING if expected else logging.ERROR
+            log.log(level, "a call through the C interface failed: %s", error, exc_info=None if expected else error)
         text = f"{type(error).__name__}: {error}".replace("\0", "")
         lib.rcache_handle_set_error(self._handle, text.encode("utf-8", "replace"))
         return status_of(error)
@@ -130,6 +131,11 @@ class HostVTable:
             )
         if status != Status.OK:
             raise AllocationError("no memory to publish a plan")
+
+    def changed(self) -> None:
+        """Voids the positions that C has kept."""
+        if not self.closed:
+            lib.rcache_handle_touch(self._handle)
 
     def answer_s_copy(self, i: int) -> int:
         """The registered answer to s_copy, or the cache's."""
@@ -245,11 +251,18 @@ def _seq_rm(table: HostVTable, seq_id: int, p0: int, p1: int) -> Status:
     return Status.OK if table.cache.seq_rm(seq_id, p0, p1) else Status.REFUSED
 
 
-def _seq_pos(table: HostVTable, seq_id: int, pos: Any, which: str) -> None:
+def _seq_pos(table: HostVTable, seq_id: int, pos: Any) -> None:
     if pos == ffi.NULL:
         raise InvalidArgument("there is no place for the position")
     pos[0] = POS_NONE  # also what a host sees that does not look at the status
-    pos[0] = getattr(table.cache, which)(seq_id)
+    pos[0] = table.cache.seq_pos_max(seq_id)
+
+
+def _positions(table: HostVTable, pos: Any, n: int) -> int:
+    positions = table.cache.positions()
+    if len(positions) <= n:
+        pos[0 : len(positions)] = positions
+    return len(positions)
 
 
 def _info(table: HostVTable, info: Any) -> None:
@@ -329,8 +342,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "seq_keep": lambda table, *args: table.cache.seq_keep(*args),
     "seq_add": lambda table, *args: table.cache.seq_add(*args),
     "seq_div": lambda table, *args: table.cache.seq_div(*args),
-    "seq_pos_min": partial(_seq_pos, which="seq_pos_min"),
-    "seq_pos_max": partial(_seq_pos, which="seq_pos_max"),
+    "seq_pos": _seq_pos,
+    "positions": _positions,
     "clear": lambda table, data: table.cache.clear(bool(data)),
     "get_can_shift": lambda table: int(table.cache.can_shift),
     "info": _info,

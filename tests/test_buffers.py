@@ -572,3 +572,19 @@ def test_memory_does_not_grow() -> None:
         print(resident_bytes() - before)
     """)
     assert int(out) < 1 << 20  # a forgotten buffer a round would be 800 MiB, a forgotten context 1 MiB
+
+
+def test_tensors_of_width_0_where_a_host_wants_them() -> None:
+    spec = CacheSpec.make([0, 6, 0], [4, 0, 0])
+    with StateBuffers(GgmlLib.find(), spec, 3, empty_tensors=True) as buffers:
+        assert [address is not None for address in buffers.r_l] == [True, True, False]
+        assert [address is not None for address in buffers.s_l] == [True, True, False]
+        assert buffers.tensors("p") == (None, None, None)
+        assert (buffers.size_r_bytes, buffers.size_s_bytes) == (3 * 6 * 4, 3 * 4 * 4)
+        buffers.clear()
+        buffers.clear_rows([0, 2])
+        buffers.copy_row(0, 1)
+        assert buffers.get_row("r", 0, 1) == b""
+        buffers.set_row("s", 0, 2, bytes(16))
+        with StateBuffers(GgmlLib.find(), spec, 5, empty_tensors=True) as other:
+            other.copy_rows_from(buffers, [(0, 4)])

@@ -265,7 +265,7 @@ def test_tensors_that_cannot_be(folder: Path) -> None:
     lib = GgmlLib.find(folder)
     ctx = lib.new_context(1)
     try:
-        for ne0, ne1 in ((0, 1), (1, 0), (1 << 40, 1 << 40)):
+        for ne0, ne1 in ((-1, 1), (1, 0), (1 << 40, 1 << 40)):
             with pytest.raises(InvalidArgument, match="elements cannot be"):
                 lib.new_tensor_2d(ctx, 0, ne0, ne1, "t")
     finally:

@@ -1,4 +1,4 @@
-"""`hosts.llama` as it is used: the `Llama` of ours, options, a model without states, agreement with the reference host."""
+"""`hosts.llama` as it is used: `Llama`, options, a model without states, agreement with the reference host."""
 
 from __future__ import annotations
 

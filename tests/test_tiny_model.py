@@ -19,12 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "rcache_plugin" / "models" / "tiny-mamba.gguf"
 MAKE_RANDOM = ROOT / "examples" / "make_random_gguf.py"
 
+# The hosts round alike but not to the bit: their logits differ by some thousandths. Of the prompts tried, those stand
+# here whose best and second-best logits are at least 0.025 apart at each of the 64 tokens. Others came to 0.0006, and
+# the same tokens there would be luck.
 PROMPTS = (
     "In the beginning",
-    "And it came to pass, when the king",
     "The LORD is my shepherd;",
     "Blessed are they that",
-    "And Jesus answered and said unto them,",
+    "Then said Jesus unto",
+    "Now these are the names of the",
 )
 N_GREEDY = 64
 TEXTS = (

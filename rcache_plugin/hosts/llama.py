@@ -80,6 +80,7 @@ class _Host:
             ggml=self.ggml,
             bufts=request.bufts,
             n_rs_seq=request.n_rs_seq,
+            empty_tensors=True,
         )
         self.adapter.rcache_llama_set_consecutive(int(options.consecutive_seq_ids))
         self.caches.add(cache)

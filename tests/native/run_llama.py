@@ -30,7 +30,8 @@ def decode(ctx: object, wanted: list[tuple[list[int], int, int]]) -> int:
     i = 0
     for ids, first, n in wanted:
         for j in range(n):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = 5 + i % 90, first + j, len(ids), j == n - 1
+            batch.token[i], batch.pos[i] = 5 + i % 90, first + j
+            batch.n_seq_id[i], batch.logits[i] = len(ids), j == n - 1
             for k, seq_id in enumerate(ids):
                 batch.seq_id[i][k] = seq_id
             i += 1
