@@ -33,32 +33,35 @@ def _frozen(values: Any, dtype: Any, what: str, n_rows: int) -> npt.NDArray[Any]
     return array
 
 
-def _whole_numbers(values: npt.ArrayLike, what: str) -> npt.NDArray[Any]:
-    """A flat array of whole numbers. Raises `InvalidArgument`: not flat, or a number is not whole."""
+_INT32 = np.dtype(np.int32)
+
+
+def _int32(values: npt.ArrayLike, what: str, lowest: int) -> Int32Array:
+    """A private, read-only copy. Raises `InvalidArgument`: not flat, not whole numbers, outside [lowest, POS_MAX]."""
     array = np.asarray(values)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgument(f"{what} must be a flat list of whole numbers, not {array.dtype} {list(array.shape)}")
-    return array
+    if array.size and (array.dtype != _INT32 or lowest > -POS_MAX):
+        if array.size <= 64:  # a short list is looked through more quickly in Python
+            numbers = array.tolist()
+            least, most = min(numbers), max(numbers)
+        else:
+            least, most = int(array.min()), int(array.max())
+        if not lowest <= least <= most <= POS_MAX:
+            raise InvalidArgument(f"{what} run from {lowest} to {POS_MAX}, found {least} .. {most}")
+    copy = array.astype(_INT32)
+    copy.flags.writeable = False
+    return copy
 
 
 def int32_tokens(tokens: npt.ArrayLike) -> Int32Array:
     """A private, read-only copy of token ids. Raises `InvalidArgument`: not flat, not whole, outside int32."""
-    values = _whole_numbers(tokens, "tokens")
-    if values.size and not -POS_MAX - 1 <= int(values.min()) <= int(values.max()) <= POS_MAX:
-        raise InvalidArgument(f"tokens are {values.min()} .. {values.max()}, outside 32 bits")
-    copy = values.astype(np.int32)
-    copy.setflags(write=False)
-    return copy
+    return _int32(tokens, "tokens", -POS_MAX - 1)
 
 
 def int32_positions(pos: npt.ArrayLike) -> Int32Array:
     """A private, read-only copy of token positions. Raises `InvalidArgument`: not flat, negative, above `POS_MAX`."""
-    values = _whole_numbers(pos, "positions")
-    if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= POS_MAX:
-        raise InvalidArgument(f"positions run from 0 to {POS_MAX}, found {values.min()} .. {values.max()}")
-    positions = values.astype(np.int32)
-    positions.setflags(write=False)
-    return positions
+    return _int32(pos, "positions", 0)
 
 
 def seq_id_set(seq_ids: Iterable[int]) -> tuple[int, ...]:
@@ -172,7 +175,10 @@ class UBatch:
         put(self, "shared", shared)
         put(self, "pos", positions)
         put(self, "pos_last", positions[n_seq_tokens - 1 :: n_seq_tokens].tolist())
-        put(self, "token", None if token is None else _frozen(int32_tokens(token), np.int32, "token", n_tokens))
+        tokens = None if token is None else int32_tokens(token)
+        if tokens is not None and len(tokens) != n_tokens:
+            raise InvalidArgument(f"token has {len(tokens)} entries for {n_tokens} positions")
+        put(self, "token", tokens)
         put(self, "embd", None)
         put(self, "output", None)
         put(self, "batch_index", None)
