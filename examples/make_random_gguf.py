@@ -9,7 +9,7 @@ steps from 1e-3 to 1e-1, residual branches that keep the variance of their input
 merge and an end-of-text token, filled up with unused tokens, so any text can be tokenized. The same seed gives the same
 file, whatever the type: values are drawn in float32 and rounded afterwards.
 
-Needs NumPy and ``gguf`` only, and memory for less than twice the largest tensor in float32: 0.65 GB for mamba-1.4b in F16.
+Needs NumPy and ``gguf`` only, and memory for less than twice the largest tensor in float32 (0.65 GB for mamba-1.4b).
 """
 
 from __future__ import annotations

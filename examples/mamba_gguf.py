@@ -220,7 +220,7 @@ def write_mamba_gguf(
 
     ``tensor(name, shape)`` is called once for each tensor of ``shape.tensor_shapes()``, in file order, and returns the
     values as float32 (or something that converts to it). Each is encoded, written and dropped before the next one is
-    asked for, so memory stays at about three times the largest tensor. The file appears under ``path`` only when it is
+    asked for, so memory stays below three times the largest tensor. The file appears under ``path`` only when it is
     complete (written beside it, then renamed).
 
     Raises ValueError for an unknown ``matrix_type``, a vocabulary of another size than ``shape.n_vocab``, or a tensor
