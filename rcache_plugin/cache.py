@@ -220,6 +220,12 @@ class RecurrentCache:
         for observer in self.observers:
             observer.publish(plan)
 
+    @property
+    def next_prepared(self) -> UBatch | None:
+        """The ubatch that `prepare` has planned next, if its plan still holds."""
+        prepared = self._prepared
+        return prepared[0][0] if prepared and prepared[0][1].epoch == self.table.epoch else None
+
     def _changed(self) -> None:
         for observer in self.observers:
             observer.changed()

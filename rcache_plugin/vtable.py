@@ -32,6 +32,7 @@ ABI_VERSION: int = lib.RCACHE_ABI_VERSION
 _PLACEMENT = {lib.RCACHE_PLACEMENT_CLASSIC: CLASSIC, lib.RCACHE_PLACEMENT_COMPACT: COMPACT}
 _MAX_TOKENS = 1 << 24  # of one ubatch; keeps a damaged struct from asking for gigabytes
 _EXIT_WAIT_MS = 2000
+_UBATCH_BYTES = ffi.sizeof("struct rcache_ubatch")
 
 _keys = itertools.count(1)
 _tables: weakref.WeakValueDictionary[int, HostVTable] = weakref.WeakValueDictionary()
@@ -204,9 +205,8 @@ def _ubatch(c: Any) -> UBatch:
     """A `UBatch` from ``const struct rcache_ubatch *``. Raises `InvalidArgument` for a struct that cannot be."""
     if c == ffi.NULL:
         raise InvalidArgument("the ubatch is NULL")
-    if c.struct_size < ffi.sizeof("struct rcache_ubatch"):
-        raise InvalidArgument(f"rcache_ubatch.struct_size is {c.struct_size}, at least "
-                              f"{ffi.sizeof('struct rcache_ubatch')} is needed")
+    if c.struct_size < _UBATCH_BYTES:
+        raise InvalidArgument(f"rcache_ubatch.struct_size is {c.struct_size}, at least {_UBATCH_BYTES} is needed")
     n_seqs, n_tokens = c.n_seqs, c.n_seqs * c.n_seq_tokens
     if not 0 < n_tokens <= _MAX_TOKENS:
         raise InvalidArgument(f"a ubatch of {n_seqs} sequences with {c.n_seq_tokens} tokens each")
@@ -222,6 +222,27 @@ def _ubatch(c: Any) -> UBatch:
     if single < 0 or max(counts) > _MAX_TOKENS:
         raise InvalidArgument(f"a sequence set of the ubatch is NULL or its number of ids cannot be: {counts}")
     return UBatch([ffi.unpack(c.seq_id[s], count) for s, count in enumerate(counts)], pos, token)
+
+
+def _ubatch_of_slot(table: HostVTable, c: Any) -> UBatch:
+    """As `_ubatch`; what a host has just prepared, one sequence at a time, is recognised without being read again."""
+    planned = table.cache.next_prepared
+    if (
+        planned is not None
+        and planned.n_seqs == 1
+        and not planned.shared
+        and c != ffi.NULL
+        and c.struct_size >= _UBATCH_BYTES
+        and c.n_seqs == 1
+        and c.n_seq_tokens == planned.n_seq_tokens
+        and ffi.NULL not in (c.n_seq_id, c.seq_id, c.pos)
+        and c.n_seq_id[0] == 1
+        and c.seq_id[0] != ffi.NULL
+        and c.seq_id[0][0] == planned.primary[0]
+        and c.pos[planned.n_tokens - 1] == planned.pos_last[0]
+    ):
+        return planned
+    return _ubatch(c)
 
 
 def _out(struct: Any, kind: str) -> Any:
@@ -240,7 +261,7 @@ def _prepare(table: HostVTable, ubatches: Any, n_ubatches: int) -> Status:
 
 def _find_slot(table: HostVTable, ubatch: Any, slot: Any) -> Status:
     _out(slot, "rcache_slot")
-    plan = table.cache.find_slot(_ubatch(ubatch))
+    plan = table.cache.find_slot(_ubatch_of_slot(table, ubatch))
     if plan is None:
         return Status.NO_SLOT
     slot.head, slot.n, slot.rs_z = plan.head, plan.n, plan.rs_z

@@ -176,6 +176,36 @@ def test_no_room_is_a_refusal_and_nothing_changes() -> None:
         assert client.s_copy(2).tolist() == [0, 0], "the last slot's plan is still the one to read"
 
 
+@pytest.mark.parametrize(
+    "found, ids, last",
+    [
+        (UBatch.single(0, 2), (0,), 2),  # as prepared
+        (UBatch.single(1, 2), (1,), 2),  # another sequence
+        (UBatch.single(0, 3), (0,), 3),  # another position
+        (UBatch.single(0, 1, 2), (0,), 2),  # another number of tokens
+        (UBatch([(0, 1)], [2]), (0, 1), 2),  # another set
+        (UBatch([(0,), (1,)], [2, 2]), (0,), 2),  # more sequences
+    ],
+)
+def test_only_what_was_prepared_is_taken_for_it(found: UBatch, ids: tuple[int, ...], last: int) -> None:
+    cache = RecurrentCache(SPEC, 8, allocate=False, n_rs_seq=2)
+    table = HostVTable(cache)
+    client = TableClient(table.address)
+    client.find_slot(UBatch([(0,), (1,)], [0, 1, 0, 1]))
+    assert client.prepare([UBatch.single(0, 2)])
+    slot = client.find_slot(found)
+    assert slot is not None and slot.n == found.n_seqs
+    cell = cache.table.cell(slot.head)
+    assert (cell.seq_ids, cell.pos) == (ids, last)
+    assert cache.table.snapshots(slot.head).kept == found.n_seq_tokens - 1
+    assert cache.next_prepared is None
+    client.seq_rm(-1)
+    assert client.prepare([UBatch.single(0, 0)]) and cache.next_prepared is not None
+    client.seq_cp(0, 1)  # any change voids the plan
+    assert cache.next_prepared is None
+    assert client.find_slot(UBatch.single(0, 0)) is not None
+
+
 def test_a_cache_of_the_users_answers_in_python(cache: RecurrentCache) -> None:
     asked: list[int] = []
 
