@@ -183,6 +183,7 @@ def test_no_room_is_a_refusal_and_nothing_changes() -> None:
         (UBatch.single(1, 2), (1,), 2),  # another sequence
         (UBatch.single(0, 3), (0,), 3),  # another position
         (UBatch.single(0, 1, 2), (0,), 2),  # another number of tokens
+        (UBatch.single(0, 2, 2), (0,), 3),  # the same first token, and one more
         (UBatch([(0, 1)], [2]), (0, 1), 2),  # another set
         (UBatch([(0,), (1,)], [2, 2]), (0,), 2),  # more sequences
     ],
