@@ -382,7 +382,7 @@ class RecurrentCache:
             else:
                 image = read_state(reader, table, self.spec, seq_id)
                 cells = image.cells
-            if seq_id == SEQ_ANY:
+            if seq_id == SEQ_ANY and image is not None:
                 self._restore_all(image, buffers)
             elif cells:
                 self._restore_one(cells[0], image, reader, buffers)
@@ -392,9 +392,7 @@ class RecurrentCache:
                 table.seq_rm(seq_id, -1, -1)
                 self._changed()
 
-    def _restore_all(self, image: StateImage | None, buffers: StateBuffers) -> None:
-        if image is None:
-            return
+    def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
         # rows are written over live ones: if a device fails in the middle, no state can be trusted
         try:
             for i in range(len(image.cells)):
