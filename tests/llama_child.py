@@ -537,10 +537,10 @@ def _summary(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def install() -> None:
-    """Switches our cache on, in a process that has not imported llama_cpp yet."""
+    """Switches our cache on as stock works, to the last bit, in a process that has not imported llama_cpp yet."""
     import rcache_plugin.hosts.llama as host
 
-    host.install()
+    host.install(placement="classic", consecutive_seq_ids=True)
 
 
 def n_caches() -> int:

@@ -517,7 +517,16 @@ ANY_SPLIT = """
 """
 
 
-@pytest.mark.parametrize("options", ["consecutive_seq_ids=False", 'placement="compact"', "spare_cells=3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "spare_cells=3",
+        'placement="classic", consecutive_seq_ids=False',
+        'placement="compact", consecutive_seq_ids=True',
+        'placement="classic", consecutive_seq_ids=True, spare_cells=3',
+    ],
+)
 @pytest.mark.parametrize("model", ["mamba", "granite-hybrid"])
 def test_other_splits_and_placements_equal_stock_up_to_rounding(
     model_path: Callable[[str], str], tmp_path: Path, model: str, options: str
@@ -532,8 +541,8 @@ def test_other_splits_and_placements_equal_stock_up_to_rounding(
             assert theirs.get("positions") == ours.get("positions"), (one.name, theirs)
             assert theirs["op"] == "save" or theirs.get("rc") == ours.get("rc"), (one.name, theirs)
         assert all(close(a, b) for a, b in zip(one.all_logits(), other.all_logits(), strict=True)), one.name
-    if options.startswith("consecutive") and model == "mamba":
-        assert "shared 0" in printed
+    any_ids = "consecutive_seq_ids=True" not in options and model == "mamba"  # a hybrid is split as ever
+    assert ("shared 0" in printed) == any_ids
 
 
 # --- G. callbacks that fail -----------------------------------------------------------------------------------------

@@ -34,16 +34,16 @@ def test_our_llama_is_a_drop_in(tmp_path: Path) -> None:
     from rcache_plugin.hosts.llama import Llama, caches, context_options, installed
     import llama_cpp
     assert installed() and issubclass(Llama, llama_cpp.Llama)
-    llm = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False, placement="compact", spare_cells=2)
+    llm = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False, placement="classic", spare_cells=2)
     cache = llm.rcache
-    assert cache.placement == "compact" and (cache.size, cache.n_seq_max) == (3, 1) and cache in caches()
+    assert cache.placement == "classic" and (cache.size, cache.n_seq_max) == (3, 1) and cache in caches()
     text = llm("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"]
     assert cache.seq_pos_max(0) == llm.n_tokens - 1 > 0
-    with context_options(placement="compact") as made:
+    with context_options(placement="classic") as made:
         other = llama_cpp.Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
-    assert made == [made[0]] and made[0].placement == "compact" and made[0].size == 1
+    assert made == [made[0]] and made[0].placement == "classic" and made[0].size == 1
     plain = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
-    assert plain.rcache.placement == "classic"
+    assert plain.rcache.placement == "compact"
     assert plain("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"] == text
     assert len(caches()) == 3
     for each in (llm, other, plain):

@@ -28,7 +28,7 @@ from ..cache import RecurrentCache
 from ..errors import AbiMismatch, RcacheError
 from ..ggml_lib import GgmlLib
 from ..llama_build import LlamaInstall, build, find_install
-from ..slots import CLASSIC
+from ..slots import COMPACT
 from ..vtable import ABI_VERSION, CacheRequest, new_factory
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,11 @@ class HostOrderError(RcacheError, ImportError):
 class Options:
     """How the caches of contexts made from now on work."""
 
-    placement: str = CLASSIC
-    """``"classic"`` (llama.cpp's, cell for cell) or ``"compact"``."""
-    consecutive_seq_ids: bool = True
-    """Whether a ubatch holds consecutive sequence ids only, as llama.cpp splits it; models without attention only."""
+    placement: str = COMPACT
+    """``"compact"`` (bystanders are not copied) or ``"classic"`` (llama.cpp's, cell for cell)."""
+    consecutive_seq_ids: bool = False
+    """Whether a ubatch holds consecutive sequence ids only, as llama.cpp splits it. Hybrid models are always split as
+    llama.cpp splits them: their attention half needs it."""
     spare_cells: int = 0
     """Cells beyond one for each sequence."""
 
@@ -94,12 +95,15 @@ _install_lock = threading.Lock()
 
 def install(
     *,
-    placement: str = CLASSIC,
-    consecutive_seq_ids: bool = True,
+    placement: str = COMPACT,
+    consecutive_seq_ids: bool = False,
     spare_cells: int = 0,
     adapter: str | os.PathLike[str] | None = None,
 ) -> None:
     """Loads the adapter and libllama, so that `import llama_cpp` finds the class replaced. Again: sets the options.
+
+    With ``placement="classic", consecutive_seq_ids=True`` everything equals stock llama.cpp to the last bit; the
+    defaults are faster when several sequences are at work, and equal up to rounding (see `Options`).
 
     The adapter is built when this machine has not built it yet (`llama_build.build`, some seconds); `adapter` names a
     built one instead. Raises `HostOrderError` when llama_cpp or ggml is in the process already, `LlamaBuildError` when
