@@ -178,6 +178,14 @@ static int32_t op_seq_pos(void * user, int32_t seq_id, int32_t * pos) {
     return status;
 }
 
+static int32_t op_set_replay(void * user, rcache_replay replay, void * data) {
+    CALL_PYTHON(user, rcache_py_set_replay(handle->key, replay, data));
+}
+
+static int32_t op_mark(void * user, int32_t seq_id) {
+    CALL_PYTHON(user, rcache_py_mark(handle->key, seq_id));
+}
+
 static int32_t op_clear(void * user, int32_t data) {
     CALL_PYTHON(user, rcache_py_clear(handle->key, data));
 }
@@ -319,6 +327,8 @@ struct rcache_handle * rcache_handle_new(uint64_t key) {
         .state_read    = op_state_read,
         .last_error    = op_last_error,
         .destroy       = op_destroy,
+        .set_replay    = op_set_replay,
+        .mark          = op_mark,
     };
     return handle;
 }

@@ -24,4 +24,6 @@ int32_t rcache_py_s_tensor(uint64_t key, int32_t il, void ** tensor);
 int32_t rcache_py_p_tensor(uint64_t key, int32_t il, void ** tensor);
 int32_t rcache_py_state_write(uint64_t key, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
 int32_t rcache_py_state_read(uint64_t key, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
+int32_t rcache_py_set_replay(uint64_t key, rcache_replay replay, void * data);
+int32_t rcache_py_mark(uint64_t key, int32_t seq_id);
 void    rcache_py_destroy(uint64_t key);

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from .cells import CellTable
+from .checkpoint import Checkpoint, CheckpointPolicy, CheckpointStore, DefaultPolicy, Stats
 from .errors import ClosedError, InvalidArgument, StateError, Unsupported
+from .history import token_array
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
 from .spec import CacheSpec, Which
 from .state_io import (
@@ -28,7 +34,7 @@ from .state_io import (
     read_state,
     write_state,
 )
-from .ubatch import CELL_NONE, SEQ_ANY, UBatch
+from .ubatch import CELL_NONE, SEQ_ANY, Int32Array, UBatch
 
 if TYPE_CHECKING:
     from .buffers import StateBuffers
@@ -57,6 +63,13 @@ class _RowBytes:
             self.write(self._buffers.get_row(which, il, cell_id))
 
 
+Replay = Callable[[int, int, Int32Array], bool]
+"""``replay(seq_id, pos0, tokens)`` has the tokens, int32 [n], read into a sequence from `pos0` on; false: it failed.
+
+Called by `RecurrentCache.seq_rm` while the sequence ends at ``pos0 - 1``; the reading comes back to `find_slot`.
+"""
+
+
 class RecurrentCache:
     """One fixed-size state a sequence, in ggml buffers, for the sequences ``0 .. n_seq_max - 1``.
 
@@ -65,6 +78,11 @@ class RecurrentCache:
     same. `ggml`: the library to allocate with (default: `GgmlLib.find`). `devices`: name of the device of each layer,
     [n_layer], or one for all, None is the CPU; or `bufts`, addresses of ggml buffer types, [n_layer]. With
     ``allocate=False`` there are no buffers: the table only, for hosts that keep the rows themselves.
+
+    `checkpoint_cells`: room for that many checkpoints besides, or `checkpoint_bytes` (as many cells as these hold); see
+    `checkpoint`, `seq_rm` and the module `checkpoint`. `policy` says which the cache makes by itself. With
+    `own_lineage` a sequence goes back to its own past only: for hosts that keep something else a sequence beside this
+    cache. `max_replay`: the most tokens that `seq_rm` has read again; None is no limit.
 
     Calls may come from several threads, one at a time goes on. Raises `InvalidArgument`, `GgmlNotFound`,
     `AllocationError`. After `close` every call raises `ClosedError`.
@@ -85,12 +103,33 @@ class RecurrentCache:
         allocate: bool = True,
         n_rs_seq: int = 0,
         empty_tensors: bool = False,
+        checkpoint_cells: int = 0,
+        checkpoint_bytes: int | None = None,
+        policy: CheckpointPolicy | None = None,
+        own_lineage: bool = False,
+        max_replay: int | None = None,
     ) -> None:
         if placement not in PLACEMENTS:
             raise InvalidArgument(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
+        if checkpoint_bytes is not None:
+            checkpoint_cells = checkpoint_bytes // spec.cell_bytes
+        if n_cells < 1 or checkpoint_cells < 0:
+            raise InvalidArgument(f"a cache of {n_cells} cells, and {checkpoint_cells} for checkpoints")
         self.spec = spec
         self.placement = placement
-        self.table = CellTable(n_cells, n_seq_max, n_rs_seq)
+        self.checkpoint_cells = checkpoint_cells
+        self.table = CellTable(n_cells + checkpoint_cells, n_cells if n_seq_max is None else n_seq_max, n_rs_seq)
+        self.replay: Replay | None = None
+        """What the host has registered for reading tokens again; see `Replay`."""
+        self.max_replay = max_replay
+        self._kept: CheckpointStore | None = None
+        if checkpoint_cells:
+            self._kept = CheckpointStore(
+                checkpoint_cells, self.table.n_seq_max, DefaultPolicy() if policy is None else policy, own_lineage
+            )
+        self._lost: set[int] = set()  # sequences whose last step failed, and which have not been removed since
+        self._batch = 0
+        self._replaying = False
         self.buffers: StateBuffers | None = None
         self._where: dict[str, Any] = {"devices": devices, "bufts": bufts, "empty_tensors": empty_tensors}
         self._lock = threading.RLock()
@@ -102,7 +141,7 @@ class RecurrentCache:
             from .ggml_lib import GgmlLib
 
             self._ggml = ggml if ggml is not None else GgmlLib.find()
-            self.buffers = StateBuffers(self._ggml, spec, n_cells * (1 + n_rs_seq), **self._where)
+            self.buffers = StateBuffers(self._ggml, spec, self.table.size * (1 + n_rs_seq), **self._where)
         self._closed = False
 
     # life
@@ -185,11 +224,22 @@ class RecurrentCache:
         """
         with self._lock:
             self._prepared.clear()
-            plans = plan_slots(self._open(), ubatches, self.placement)
+            self._open()
+            if self._lost:
+                self._check_lost(ubatches)
+            plans = self._find_plans(ubatches)
             if plans is None:
                 return False
+            self._batch += 1
             self._prepared.extend(zip(ubatches, plans, strict=True))
             return True
+
+    def _find_plans(self, ubatches: Sequence[UBatch]) -> tuple[SlotPlan, ...] | None:
+        """The plans of `ubatches`. A checkpoint gives way when there is no room otherwise."""
+        while True:
+            plans = plan_slots(self.table, ubatches, self.placement)
+            if plans is not None or self._kept is None or not self._kept.evict(self.table):
+                return plans
 
     def find_slot(self, ubatch: UBatch) -> SlotPlan | None:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
@@ -198,22 +248,44 @@ class RecurrentCache:
         sequence starts from it. Raises `SeqIdError` for an id that cannot be.
         """
         with self._lock:
+            self._open()
+            if self._lost:
+                self._check_lost((ubatch,))
+            kept = self._kept
+            if kept is not None:
+                if not self._prepared:
+                    self._batch += 1  # a host that does not prepare has batches of one ubatch
+                kept.before_step(self.table, ubatch, self._batch)
             plan = self._take_prepared(ubatch)
             if plan is None:
-                plans = plan_slots(self._open(), (ubatch,), self.placement)
+                plans = self._find_plans((ubatch,))
                 if plans is None:
                     return None
                 (plan,) = plans
             if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
                 self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
             commit(self.table, plan)
+            if kept is not None:
+                kept.after_step(ubatch, self._batch, self._replaying)
+            if self._lost:
+                self._lost.difference_update(*ubatch.seq_ids)
             try:
                 self._publish(plan)
             except BaseException:  # a host that can't read the plan can't compute on the slot
-                discard(self.table, plan)
-                self._publish(None)
+                self._discard(plan)
                 raise
             return plan
+
+    def _check_lost(self, ubatches: Sequence[UBatch]) -> None:
+        seen: set[int] = set()
+        for ubatch in ubatches:
+            for s, ids in enumerate(ubatch.seq_ids):
+                if ids[0] in self._lost and ids[0] not in seen and ubatch.pos[s * ubatch.n_seq_tokens] > 0:
+                    raise StateError(
+                        f"sequence {ids[0]} lost its state when a step failed, it can't go on at position "
+                        f"{ubatch.pos[s * ubatch.n_seq_tokens]}: remove it, or go back with seq_rm"
+                    )
+                seen.update(ids)
 
     def _publish(self, plan: SlotPlan | None) -> None:
         self._plan = plan
@@ -231,12 +303,13 @@ class RecurrentCache:
             observer.changed()
 
     def _take_prepared(self, ubatch: UBatch) -> SlotPlan | None:
-        table = self._open()
         if self._prepared:
             planned, plan = self._prepared.popleft()
-            if plan.epoch == table.epoch and planned.same_as(ubatch):
-                return plan
-            self._prepared.clear()
+            if planned is ubatch or planned.same_as(ubatch):
+                if plan.epoch == self.table.epoch:
+                    return plan
+            else:
+                self._prepared.clear()
         return None
 
     def s_copy(self, i: int) -> int:
@@ -255,48 +328,188 @@ class RecurrentCache:
         return plan
 
     def discard_slot(self) -> None:
-        """The computation on the last slot failed: removes the sequences whose rows may be half written.
+        """The computation on the last slot failed: the sequences whose rows may be half written lose their states.
 
+        A sequence that has lost its state is empty, but can't go on at a position above 0 before it was removed, or has
+        gone back to tokens of before the failed step (`seq_rm`, which restores and replays what the cache knows).
         Raises `StalePlan` when the table has changed since, and `InvalidArgument` when there is no slot.
         """
         with self._lock:
-            table = self._open()
+            self._open()
             if self._plan is None:
                 raise InvalidArgument("there is no slot to discard")
-            discard(table, self._plan)
-            self._publish(None)
+            self._discard(self._plan)
+
+    def _discard(self, plan: SlotPlan) -> None:
+        before = self.table.positions()
+        discard(self.table, plan)
+        self._lost.update(
+            seq_id for seq_id, (was, now) in enumerate(zip(before, self.table.positions(), strict=True)) if was > now
+        )
+        self._prepared.clear()
+        if self._kept is not None:
+            self._kept.drop_lost(self.table)
+        self._publish(None)
 
     # sequences
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
-        """As `CellTable.seq_rm`."""
+        """Removes the positions ``[p0, p1)`` of a sequence; of all sequences with `SEQ_ANY`. As `CellTable`'s, but:
+
+        The end of a sequence, ``[p0, -1)``, can be removed whenever its tokens are known and there is a way back: the
+        sequence goes to the nearest checkpoint that has read no more than `p0` tokens, and what is missing up to `p0`
+        is read again (see `Replay`; needs a replay, and at most `max_replay` tokens). False, and nothing has changed,
+        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage` it is
+        lost, see `discard_slot`.
+
+        Checkpoints stay when a sequence is removed. With `own_lineage` those behind `p0` go.
+        """
         with self._lock:
-            done = self._open().seq_rm(seq_id, p0, p1)
+            done = self._seq_rm(self._open(), seq_id, p0, p1)
             self._changed()
             return done
 
+    def _seq_rm(self, table: CellTable, seq_id: int, p0: int, p1: int) -> bool:
+        kept = self._kept
+        one = 0 <= seq_id < table.n_seq_max
+        to_end = p1 < 0 or p1 > table.seq_pos_max(seq_id) if one else False
+        if one and p0 <= 0 and p1 < 0:
+            self._lost.discard(seq_id)
+        if kept is None:
+            return table.seq_rm(seq_id, p0, p1)
+        if not one:
+            if seq_id < 0 and p0 <= 0 and p1 < 0:
+                return self._drop_sequences(kept)
+            return table.seq_rm(seq_id, p0, p1)
+        before = table.seq_pos_max(seq_id)
+        if p0 <= 0 and to_end:
+            kept.leaves(table, seq_id)
+        if seq_id not in self._lost and table.seq_rm(seq_id, p0, p1):
+            after = table.seq_pos_max(seq_id)
+            if after < 0 <= before:
+                kept.emptied(table, seq_id)
+            elif after != before:
+                kept.cut(table, seq_id, after + 1)
+            return True
+        return p0 > 0 and to_end and self._go_back(kept, seq_id, p0)
+
+    def _drop_sequences(self, kept: CheckpointStore) -> bool:
+        for seq_id, pos in enumerate(self.table.positions()):
+            if pos >= 0:
+                kept.leaves(self.table, seq_id)
+        self.table.drop_sequences()
+        for seq_id in range(self.table.n_seq_max):
+            kept.emptied(self.table, seq_id)
+        self._lost.clear()
+        return True
+
+    def _go_back(self, kept: CheckpointStore, seq_id: int, n_tokens: int) -> bool:
+        """Lets the state of a sequence be that after its first `n_tokens` tokens, if there is a way."""
+        table, history = self.table, kept.histories[seq_id]
+        base = kept.nearest(seq_id, n_tokens)
+        start = 0 if base is None else base.n_tokens
+        missing = n_tokens - start
+        if (
+            n_tokens > len(history.tokens)
+            or (missing and self.replay is None)
+            or (self.max_replay is not None and missing > self.max_replay)
+        ):
+            kept.stats.refused += 1
+            return False
+        tokens = history.tokens[:n_tokens]
+        if seq_id not in self._lost:
+            kept.leaves(table, seq_id)
+        hold = self._hold(kept, seq_id, base)
+        was, whole = history.tokens, history.whole
+        self._go_to(kept, seq_id, base)
+        done = not missing or self._read_again(seq_id, start, tokens)
+        if done:
+            self._lost.discard(seq_id)
+            history.branch = bool(missing)
+            kept.part(table, seq_id, n_tokens)
+        elif hold is not None:
+            table.go_to_pin(seq_id, hold)
+            history.start()
+            history.tokens, history.whole = was, whole
+            self._lost.discard(seq_id)
+        else:
+            table.seq_rm(seq_id, -1, -1)
+            history.tokens, history.whole = was, False
+            self._lost.add(seq_id)
+        if hold is not None:
+            table.unpin(hold)
+        return done
+
+    def _hold(self, kept: CheckpointStore, seq_id: int, base: Checkpoint | None) -> int | None:
+        """A pin on the state that a sequence is about to leave, so that it can be had back; None if it can't."""
+        table = self.table
+        if kept.own_lineage or table.tail(seq_id) == CELL_NONE:
+            return None
+        held = {table.pin_cell(each.pin) for each in kept}
+        if table.tail(seq_id) not in held and len(held) >= kept.n_cells and not kept.evict(table, spare=base):
+            return None
+        return table.pin(seq_id)
+
+    def _go_to(self, kept: CheckpointStore, seq_id: int, one: Checkpoint | None) -> None:
+        """The state of a sequence is that of a checkpoint from here on; without one, it is empty."""
+        if one is None:
+            self.table.seq_rm(seq_id, -1, -1)
+            kept.histories[seq_id].start()
+        else:
+            self.table.go_to_pin(seq_id, one.pin)
+            kept.used(one, seq_id)
+        self._lost.discard(seq_id)
+        self._changed()
+
+    def _read_again(self, seq_id: int, start: int, tokens: array[int]) -> bool:
+        replay = self.replay
+        if replay is None or self._replaying:
+            return False
+        self._replaying = True
+        try:
+            done = replay(seq_id, start, np.array(tokens[start:], np.int32))
+        finally:
+            self._replaying = False
+        return done and self.table.seq_pos_max(seq_id) == len(tokens) - 1
+
     def seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int = -1, p1: int = -1) -> None:
-        """As `CellTable.seq_cp`."""
+        """As `CellTable.seq_cp`. The copy may go back to the checkpoints of its source."""
         with self._lock:
-            self._open().seq_cp(seq_id_src, seq_id_dst, p0, p1)
+            table = self._open()
+            table.seq_cp(seq_id_src, seq_id_dst, p0, p1)
+            if self._lost:
+                (self._lost.add if seq_id_src in self._lost else self._lost.discard)(seq_id_dst)
+            if self._kept is not None:
+                self._kept.copied(table, seq_id_src, seq_id_dst)
             self._changed()
 
     def seq_keep(self, seq_id: int) -> None:
-        """As `CellTable.seq_keep`."""
+        """As `CellTable.seq_keep`. Checkpoints stay; with `own_lineage` those of the sequence."""
         with self._lock:
-            self._open().seq_keep(seq_id)
+            table = self._open()
+            table.seq_keep(seq_id)
+            self._lost &= {seq_id}
+            if self._kept is not None:
+                for other in range(table.n_seq_max):
+                    if other != seq_id:
+                        self._kept.emptied(table, other)
             self._changed()
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
-        """As `CellTable.seq_add`."""
-        with self._lock:
-            self._open().seq_add(seq_id, p0, p1, shift)
-            self._changed()
+        """As `CellTable.seq_add`. What the shifted states have read counts as unknown from then on."""
+        self._shift(seq_id, lambda table: table.seq_add(seq_id, p0, p1, shift))
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """As `CellTable.seq_div`."""
+        """As `CellTable.seq_div`. What the shifted states have read counts as unknown from then on."""
+        self._shift(seq_id, lambda table: table.seq_div(seq_id, p0, p1, d))
+
+    def _shift(self, seq_id: int, shift: Callable[[CellTable], None]) -> None:
         with self._lock:
-            self._open().seq_div(seq_id, p0, p1, d)
+            table = self._open()
+            before = table.seq_pos_max(seq_id)
+            shift(table)
+            if self._kept is not None and table.seq_pos_max(seq_id) != before:
+                self._kept.moved(table, seq_id)
             self._changed()
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -318,21 +531,29 @@ class RecurrentCache:
         return self._open().can_shift
 
     def clear(self, data: bool = True) -> None:
-        """Forgets every sequence; with `data` every row becomes zero too."""
+        """Forgets every sequence. With `data` every row becomes zero and every checkpoint goes too: no byte is left."""
         with self._lock:
-            self._open().clear()
+            table = self._open()
+            if self._kept is None or data:
+                table.clear()
+            if self._kept is not None:
+                if data:
+                    self._kept.end_all(table, "the cache was cleared")
+                self._drop_sequences(self._kept)
+            self._lost.clear()
             self._publish(None)
             if data and self.buffers is not None:
                 self.buffers.clear()
 
     def resize(self, n_cells: int, n_seq_max: int | None = None) -> None:
-        """Changes the number of cells; every state is kept, its row copied into new buffers.
+        """Changes the number of cells for sequences; states and checkpoints are kept, their rows copied to new buffers.
 
         Tensor addresses change, so a host builds its graphs anew. Raises as `CellTable.resize`, and `AllocationError`;
         then nothing has changed. Both sets of buffers exist while the rows are copied.
         """
         with self._lock:
             target = self._open().copy()
+            n_cells += self.checkpoint_cells
             moves = dict(target.resize(n_cells, n_seq_max))
             if self.buffers is not None:
                 from .buffers import StateBuffers
@@ -348,8 +569,159 @@ class RecurrentCache:
                 self.buffers.close()
                 self.buffers = larger
             self.table = target
+            if self._kept is not None:
+                self._kept.histories.resize(target.n_seq_max)
             self._prepared.clear()
             self._publish(None)
+
+    # checkpoints
+
+    def checkpoint(self, seq_id: int) -> Checkpoint | None:
+        """Keeps the state of a sequence as it is now, without copying it; the receipt is for `restore` and `release`.
+
+        What the cache keeps by itself gives way to it. None when the sequence is empty, or all cells for checkpoints
+        are taken by such. Raises `SeqIdError`, and `Unsupported` for a cache without cells for checkpoints.
+        """
+        return self._make_checkpoint(seq_id, held=True)
+
+    def mark(self, seq_id: int) -> bool:
+        """Tells that this is a place to come back to, such as the border between two messages of a chat.
+
+        Whether there is a checkpoint of it now. Does nothing without cells for checkpoints. Raises `SeqIdError`.
+        """
+        return self._kept is not None and self._make_checkpoint(seq_id, held=False) is not None
+
+    def _make_checkpoint(self, seq_id: int, held: bool) -> Checkpoint | None:
+        with self._lock:
+            table = self._open()
+            table.check_seq_id(seq_id)
+            return self._with_checkpoints().make(table, seq_id, held=held)
+
+    def _with_checkpoints(self) -> CheckpointStore:
+        self._open()
+        if self._kept is None:
+            raise Unsupported("this cache was made without checkpoint_cells")
+        return self._kept
+
+    def checkpoints(self, seq_id: int | None = None) -> list[Checkpoint]:
+        """The checkpoints that a sequence may go back to, the shortest first; without `seq_id` all there are."""
+        with self._lock:
+            kept = self._with_checkpoints()
+            if seq_id is None:
+                return sorted(kept, key=lambda each: each.n_tokens)
+            return kept.of(self.table.check_seq_id(seq_id))
+
+    def nearest(
+        self, tokens: Sequence[int] | Int32Array | None = None, *, seq_id: int | None = None, pos: int | None = None
+    ) -> Checkpoint | None:
+        """The checkpoint that has read the most of `tokens` and nothing else; or, by `seq_id`, the last on the way of a
+        sequence to position `pos` (default: to where it is). None if there is none, or `tokens` with `own_lineage`.
+
+        Raises `InvalidArgument` unless exactly one of `tokens` and `seq_id` is given.
+        """
+        with self._lock:
+            kept = self._with_checkpoints()
+            if (tokens is None) == (seq_id is None):
+                raise InvalidArgument("nearest takes tokens or a seq_id")
+            if tokens is not None:
+                return kept.longest(token_array(tokens))
+            position = self.table.seq_pos_max(-1 if seq_id is None else seq_id) if pos is None else pos
+            return kept.nearest(self.table.check_seq_id(-1 if seq_id is None else seq_id), position + 1)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Lets a checkpoint go. Raises `StaleCheckpoint` when it has gone already."""
+        with self._lock:
+            self._with_checkpoints().release(self.table, checkpoint)
+
+    def restore(self, checkpoint: Checkpoint, seq_id: int) -> None:
+        """Lets the state of a sequence be that of the checkpoint; what it had is dropped. No row is copied.
+
+        Raises `StaleCheckpoint`, `SeqIdError`, and `Unsupported` with `own_lineage`: there the host has to go back with
+        both halves (`seq_rm`).
+        """
+        with self._lock:
+            kept = self._with_checkpoints()
+            self.table.check_seq_id(seq_id)
+            kept.check(checkpoint)
+            if kept.own_lineage:
+                raise Unsupported("the host keeps more of a sequence than its state: go back with its seq_rm")
+            self._switch(kept, seq_id, checkpoint)
+
+    def resume(self, seq_id: int, tokens: Sequence[int] | Int32Array) -> int:
+        """Lets a sequence have read as much of `tokens`, int32 [n], as any known state has, and nothing else.
+
+        Returns how many that are; they need not be read again. The sequence keeps its own state when that is as good,
+        and is not changed when nothing is better than what its own tokens share with `tokens`: then `seq_rm` is the way
+        back, and the result is 0 unless the sequence has read nothing else. With `own_lineage` never changed.
+        """
+        with self._lock:
+            kept = self._with_checkpoints()
+            wanted = token_array(tokens)
+            history = kept.histories[self.table.check_seq_id(seq_id)]
+            own = history.shared(wanted) if self.table.tail(seq_id) != CELL_NONE else 0
+            best = kept.longest(wanted)
+            if not kept.own_lineage and best is not None and best.n_tokens > own:
+                self._switch(kept, seq_id, best)
+                return best.n_tokens
+            return own if history.whole and own == len(history.tokens) else 0
+
+    def known_prefix(self, tokens: Sequence[int] | Int32Array) -> int:
+        """Tokens at the start of `tokens`, int32 [n], that the tokens of some checkpoint start with too.
+
+        Where they part is a place to come back to. 0 with `own_lineage`.
+        """
+        with self._lock:
+            return self._with_checkpoints().shared(token_array(tokens))
+
+    def _switch(self, kept: CheckpointStore, seq_id: int, one: Checkpoint) -> None:
+        kept.leaves(self.table, seq_id)
+        if one.valid:  # leaving may have taken its cell
+            self._go_to(kept, seq_id, one)
+
+    def tokens(self, seq_id: int) -> Int32Array:
+        """The tokens that a sequence is known to have read, from position 0 on, int32 [n <= position + 1]; a copy.
+
+        Raises `SeqIdError`, and `Unsupported` for a cache without cells for checkpoints.
+        """
+        with self._lock:
+            kept = self._with_checkpoints()
+            return np.array(kept.histories[self.table.check_seq_id(seq_id)].tokens, np.int32)
+
+    def set_tokens(self, seq_id: int, tokens: Sequence[int] | Int32Array) -> None:
+        """Tells what the state of a sequence has read, int32 [n], when it came from elsewhere (`state_read`).
+
+        Raises `InvalidArgument` unless there is one for each position, `SeqIdError`. Nothing happens without cells for
+        checkpoints.
+        """
+        with self._lock:
+            table = self._open()
+            n_tokens = table.seq_pos_max(seq_id) + 1
+            if len(tokens) != n_tokens:
+                raise InvalidArgument(f"{len(tokens)} tokens for a sequence of {n_tokens} positions")
+            if self._kept is not None:
+                self._kept.histories[seq_id].set(token_array(tokens))
+
+    def stats(self) -> Stats:
+        """Counts of tokens and checkpoints up to now. Raises `Unsupported` without cells for checkpoints."""
+        with self._lock:
+            kept = self._with_checkpoints()
+            return replace(kept.stats, checkpoints=len(kept), bytes=self.checkpoint_bytes)
+
+    def count_prompt(self, n_asked: int, n_reused: int) -> None:
+        """The host has read a prompt of `n_asked` tokens, of which `n_reused` did not have to be read: for `stats`."""
+        stats = self._with_checkpoints().stats
+        stats.tokens_asked += n_asked
+        stats.tokens_reused += n_reused
+
+    @property
+    def own_lineage(self) -> bool:
+        """Whether sequences go back to their own past only."""
+        return self._kept is not None and self._kept.own_lineage
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes that the cells for checkpoints take."""
+        return self.checkpoint_cells * (1 + self.table.n_rs_seq) * self.spec.cell_bytes
 
     # states
 
@@ -390,19 +762,33 @@ class RecurrentCache:
                 if image is None:
                     read_columns(reader, self.spec, lambda column: None)
                 table.seq_rm(seq_id, -1, -1)
+                self._replaced(seq_id)
                 self._changed()
 
     def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
+        room = self.table.room_for_states()
+        while len(room) < len(image.cells) and self._kept is not None and self._kept.evict(self.table):
+            room = self.table.room_for_states()
         # rows are written over live ones: if a device fails in the middle, no state can be trusted
         try:
             for i in range(len(image.cells)):
-                self._set_rows(image, buffers, i, i)
+                self._set_rows(image, buffers, i, room[i])
         except BaseException:
-            self.table.clear()
+            self.table.drop_sequences()
+            self._replaced()
             self._publish(None)
             raise
         self.table.restore(image.cells)
+        self._replaced()
         self._publish(None)
+
+    def _replaced(self, seq_id: int = SEQ_ANY) -> None:
+        """The state of a sequence, or of all, has come from elsewhere."""
+        for each in range(self.table.n_seq_max) if seq_id == SEQ_ANY else (seq_id,):
+            self._lost.discard(each)
+            if self._kept is not None:
+                empty = self.table.tail(each) == CELL_NONE
+                (self._kept.emptied if empty else self._kept.forget)(self.table, each)
 
     def _restore_one(
         self, cell: CellImage, image: StateImage | None, reader: Reader | DeviceReader, buffers: StateBuffers
@@ -412,6 +798,10 @@ class RecurrentCache:
         after = self.table.copy()
         after.seq_rm(seq_id, -1, -1)
         plans = plan_slots(after, (step,), self.placement)
+        while plans is None and self._kept is not None and self._kept.evict(self.table):
+            after = self.table.copy()
+            after.seq_rm(seq_id, -1, -1)
+            plans = plan_slots(after, (step,), self.placement)
         if plans is None:
             raise StateError(f"all {after.size} cells are taken, there is no room for sequence {seq_id}")
         (plan,) = plans
@@ -424,10 +814,12 @@ class RecurrentCache:
         except BaseException:
             if own:  # its old state is written over in part
                 self.table.seq_rm(seq_id, -1, -1)
+                self._replaced(seq_id)
                 self._changed()
             raise
         commit(after, plan)
         self.table = after
+        self._replaced(seq_id)
         self._publish(None)
 
     def _read_row(self, reader: Any, cell_id: int, column: Column) -> None:

@@ -1,7 +1,8 @@
 """The cell table: which sequence's state is in which cell, at which position. Needs neither ggml nor cffi.
 
 A cell is room for one sequence's whole state. Several sequences may share a cell (after `CellTable.seq_cp`) until one
-of them goes on. The table knows nothing of plans: `slots` reads it and hands it a `CellDelta` to apply.
+of them goes on. A pin is a sequence that never goes on: it shares a cell and keeps the state that is in it, which is
+all that a checkpoint needs. The table knows nothing of plans: `slots` reads it and hands it a `CellDelta` to apply.
 
 Columns are Python lists, because a step touches single entries; the set of empty cells is one big integer, so that
 "next empty cell" costs a shift instead of a scan.
@@ -19,7 +20,7 @@ from .errors import CorruptTable, InvalidArgument, SeqIdError
 from .ubatch import CELL_NONE, POS_MAX, POS_NONE, Int32Array
 
 Owners = tuple[int, ...]
-"""Sequences of one cell in ascending order; empty for an empty cell."""
+"""Sequences of one cell in ascending order; empty for an empty cell. Pin k is owner ``n_seq_max + k``."""
 
 
 class Snapshots(NamedTuple):
@@ -42,6 +43,8 @@ class Cell(NamedTuple):
     src: int
     """`CELL_NONE`: whoever comes next starts from zero; else the cell itself."""
     seq_ids: Owners
+    """Without pins."""
+    pins: tuple[int, ...] = ()
 
 
 class Columns(NamedTuple):
@@ -54,7 +57,7 @@ class Columns(NamedTuple):
     tail: Int32Array
     """int32 [n_seq_max]: the cell of each sequence's latest state, `CELL_NONE` for an empty sequence."""
     seq_ids: tuple[Owners, ...]
-    """[size]"""
+    """[size], without pins"""
 
 
 class CellDelta(NamedTuple):
@@ -113,8 +116,8 @@ class CellTable:
     """
 
     __slots__ = (
-        "_empty", "_owners", "_pos", "_snapshots", "_src", "_tail", "epoch", "head", "n", "n_rs_seq", "n_seq_max",
-        "rs_z", "size",
+        "_empty", "_free_pins", "_owners", "_pos", "_snapshots", "_src", "_tail", "epoch", "head", "n", "n_rs_seq",
+        "n_seq_max", "rs_z", "size",
     )
 
     size: int
@@ -147,7 +150,7 @@ class CellTable:
 
     @property
     def used(self) -> int:
-        """Cells with at least one sequence."""
+        """Cells with at least one sequence or pin."""
         return self.size - self._empty.bit_count()
 
     @property
@@ -161,14 +164,18 @@ class CellTable:
         return self._empty
 
     def used_cells(self) -> Iterator[int]:
-        """The cells with at least one sequence, ascending."""
+        """The cells with at least one sequence or pin, ascending."""
         return iter_bits(((1 << self.size) - 1) ^ self._empty)
 
     def cell(self, cell_id: int) -> Cell:
         """Cell `cell_id`. Raises `InvalidArgument` outside ``0 <= cell_id < size``."""
         if not 0 <= cell_id < self.size:
             raise InvalidArgument(f"cell {cell_id} is outside the table of {self.size} cells")
-        return Cell(self._pos[cell_id], self._src[cell_id], self._owners[cell_id])
+        owners, n_seq_max = self._owners[cell_id], self.n_seq_max
+        if not owners or owners[-1] < n_seq_max:
+            return Cell(self._pos[cell_id], self._src[cell_id], owners)
+        pins = tuple(owner - n_seq_max for owner in owners if owner >= n_seq_max)
+        return Cell(self._pos[cell_id], self._src[cell_id], owners[: -len(pins)], pins)
 
     def tail(self, seq_id: int) -> int:
         """The cell of a sequence's state; `CELL_NONE` for an empty sequence. Raises `SeqIdError`."""
@@ -179,8 +186,8 @@ class CellTable:
         return Columns(
             np.array(self._pos, dtype=np.int32),
             np.array(self._src, dtype=np.int32),
-            np.array(self._tail, dtype=np.int32),
-            tuple(self._owners),
+            np.array(self._tail[: self.n_seq_max], dtype=np.int32),
+            tuple(self.cell(cell_id).seq_ids for cell_id in range(self.size)),
         )
 
     def raw(self) -> tuple[list[int], list[int], list[Owners], list[int]]:
@@ -224,8 +231,8 @@ class CellTable:
 
         A state can't be erased in part: False, and nothing has changed, when the range takes some of a sequence's
         positions but not all, and for a seq_id that cannot be. True when there was nothing to remove. `SEQ_ANY` takes
-        everything or nothing. With `n_rs_seq` the last tokens can be taken back, once, as far as the last step of this
-        sequence has kept snapshots of them and no other sequence shares the state.
+        everything or nothing. Pins stay. With `n_rs_seq` the last tokens can be taken back, once, as far as the last
+        step of this sequence has kept snapshots of them and no other sequence or pin shares the state.
         """
         p0, p1 = _span(p0, p1)
         if seq_id >= self.n_seq_max:
@@ -235,7 +242,7 @@ class CellTable:
         if seq_id < 0:
             if p0 > 0 or p1 <= POS_MAX:
                 return False
-            self._drop(self.used_cells())
+            self.drop_sequences()
             return True
         cell_id = self._tail[seq_id]
         if cell_id == CELL_NONE or p0 > self._pos[cell_id]:
@@ -273,19 +280,77 @@ class CellTable:
         self._touch()
 
     def seq_keep(self, seq_id: int) -> None:
-        """Drops every sequence but this one. Raises `SeqIdError`."""
+        """Drops every sequence but this one; pins stay. Raises `SeqIdError`."""
         kept = self._tail[self.check_seq_id(seq_id)]
-        head, state, snapshots = self.head, None, None
-        if kept != CELL_NONE:
-            state, snapshots = self.cell(kept), self._snapshots.get(kept)
-        self.clear()
-        if state is not None:
-            self._pos[kept], self._src[kept] = state.pos, state.src
-            self._join(seq_id, kept)
-        if snapshots is not None:
-            self._snapshots[kept] = snapshots
+        for other in range(self.n_seq_max):
+            if other != seq_id:
+                self._leave(other)
+        for cell_id in iter_bits(self._empty):
+            self._src[cell_id] = CELL_NONE
         # the next search starts at the first cell that is not the kept one
-        self.head = min(head, 1 if kept == 0 else 0)
+        self.head = min(self.head, 1 if kept == 0 else 0)
+        self._touch()
+
+    def drop_sequences(self) -> None:
+        """Drops every sequence; pins stay."""
+        first = self.size
+        for seq_id in range(self.n_seq_max):
+            first = min(first, self._tail[seq_id] if self._tail[seq_id] != CELL_NONE else first)
+            self._leave(seq_id)
+        self.head = min(self.head, first)
+        self._touch()
+
+    # pins
+
+    def pin(self, seq_id: int) -> int:
+        """A new pin on the cell of a sequence: its state stays when the sequence goes on or away. No row is copied.
+
+        Raises `SeqIdError`, and `InvalidArgument` when the sequence is empty.
+        """
+        cell_id = self.tail(seq_id)
+        if cell_id == CELL_NONE:
+            raise InvalidArgument(f"sequence {seq_id} is empty, there is no state to pin")
+        if self._free_pins:
+            pin = self._free_pins.pop()
+        else:
+            pin = len(self._tail) - self.n_seq_max
+            self._tail.append(CELL_NONE)
+        self._join(self.n_seq_max + pin, cell_id)
+        self._touch()
+        return pin
+
+    def unpin(self, pin: int) -> None:
+        """Gives a pin back; a cell without other owners is empty then. Raises `InvalidArgument` as `pin_cell`."""
+        cell_id = self.pin_cell(pin)
+        self._leave(self.n_seq_max + pin)
+        self._free_pins.append(pin)
+        if not self._owners[cell_id] and cell_id < self.head:
+            self.head = cell_id
+        self._touch()
+
+    def pin_cell(self, pin: int) -> int:
+        """The cell of a pin. Raises `InvalidArgument` for one not given out, or whose cell was dropped."""
+        owner = self.n_seq_max + pin
+        cell_id = self._tail[owner] if self.n_seq_max <= owner < len(self._tail) else CELL_NONE
+        if cell_id == CELL_NONE:
+            raise InvalidArgument(f"pin {pin} holds no cell")
+        return cell_id
+
+    def is_pin(self, pin: int) -> bool:
+        """Whether `pin` holds a cell."""
+        owner = self.n_seq_max + pin
+        return self.n_seq_max <= owner < len(self._tail) and self._tail[owner] != CELL_NONE
+
+    def go_to_pin(self, seq_id: int, pin: int) -> None:
+        """Lets a sequence share the pinned state; what it had is dropped. No row is copied.
+
+        Raises `SeqIdError`, and `InvalidArgument` as `pin_cell`.
+        """
+        self.check_seq_id(seq_id)
+        cell_id = self.pin_cell(pin)
+        self._leave(seq_id)
+        self._join(seq_id, cell_id)
+        self._touch()
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         """Adds `shift` to the position of a sequence if that is in ``[p0, p1)``; the state itself has no position.
@@ -316,21 +381,23 @@ class CellTable:
     def positions(self) -> list[int]:
         """`seq_pos_max` of every sequence, [n_seq_max]."""
         pos = self._pos
-        return [POS_NONE if cell_id == CELL_NONE else pos[cell_id] for cell_id in self._tail]
+        tails = self._tail[: self.n_seq_max]
+        return [POS_NONE if cell_id == CELL_NONE else pos[cell_id] for cell_id in tails]
 
     def clear(self) -> None:
-        """Forgets every sequence. Rows of a buffer are not the table's business: new sequences start from zero."""
+        """Forgets every sequence and pin. Rows are not the table's business: new sequences start from zero."""
         self._pos = [POS_NONE] * self.size
         self._src = [CELL_NONE] * self.size
         self._owners: list[Owners] = [()] * self.size
         self._tail = [CELL_NONE] * self.n_seq_max
+        self._free_pins: list[int] = []
         self._snapshots: dict[int, Snapshots] = {}  # of the cells that have any
         self._empty = (1 << self.size) - 1
         self.head = 0
         self._touch()
 
     def resize(self, n_cells: int, n_seq_max: int | None = None) -> tuple[tuple[int, int], ...]:
-        """Changes the number of cells and keeps every state; returns which cells move, as (old, new).
+        """Changes the number of cells and keeps every state and pin; returns which cells move, as (old, new).
 
         States beyond the new end move to the first empty cells; the others stay. Each is then in its own row: snapshots
         are given up, and a state that was taken back has to be copied from `row_of` its old cell. `n_seq_max` defaults
@@ -342,7 +409,7 @@ class CellTable:
             n_seq_max = max(self.n_seq_max, n_cells)
         if n_cells < self.used:
             raise InvalidArgument(f"{self.used} cells are in use, they do not fit into {n_cells}")
-        live = [seq_id for seq_id, cell_id in enumerate(self._tail) if cell_id != CELL_NONE]
+        live = [seq_id for seq_id, cell_id in enumerate(self._tail[: self.n_seq_max]) if cell_id != CELL_NONE]
         if n_seq_max < max(live, default=0) + 1:
             in_use = f"sequence {max(live)} is in use" if live else "it must be at least 1"
             raise InvalidArgument(f"n_seq_max={n_seq_max} is too small: {in_use}")
@@ -354,38 +421,48 @@ class CellTable:
             for cell_id in self.used_cells()
         ]
         head = self.head if self.head < n_cells else 0
+        n_pins, free_pins = len(self._tail) - self.n_seq_max, self._free_pins
+        first_pin, shift = self.n_seq_max, n_seq_max - self.n_seq_max
         self.size, self.n_seq_max = n_cells, n_seq_max
         self.n, self.rs_z = 0, CELL_NONE
         self.clear()
         self.head = head
+        self._tail += [CELL_NONE] * n_pins
+        self._free_pins = free_pins
         for cell_id, pos, src, owners in kept:
             self._pos[cell_id] = pos
             self._src[cell_id] = cell_id if src != CELL_NONE else CELL_NONE
-            for seq_id in owners:
-                self._join(seq_id, cell_id)
+            for owner in owners:
+                self._join(owner + shift if owner >= first_pin else owner, cell_id)
         return moves
 
-    def restore(self, cells: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Replaces everything by these states, (position, sequences) of the cells 0, 1, ...; rows are the caller's.
+    def room_for_states(self) -> list[int]:
+        """The cells that `restore` puts states into, in order: all that no pin holds."""
+        first_pin = self.n_seq_max
+        return [cell_id for cell_id, owners in enumerate(self._owners) if not owners or owners[-1] < first_pin]
 
-        Raises `InvalidArgument`, with nothing changed, when they do not fit, and `CorruptTable` for a sequence in two
-        cells or an id that cannot be.
+    def restore(self, cells: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Replaces all sequences by these states, (position, sequences) of the cells of `room_for_states` in order.
+
+        Pins stay; rows are the caller's. Raises `InvalidArgument`, with nothing changed, when they do not fit, and
+        `CorruptTable` for a sequence in two cells or an id that cannot be.
         """
-        if len(cells) > self.size:
-            raise InvalidArgument(f"{len(cells)} states do not fit into {self.size} cells")
-        other = CellTable(self.size, self.n_seq_max)
-        other.n, other.rs_z = self.n, self.rs_z
-        for cell_id, (pos, seq_ids) in enumerate(cells):
+        room = self.room_for_states()
+        if len(cells) > len(room):
+            raise InvalidArgument(f"{len(cells)} states do not fit into {len(room)} cells")
+        other = self.copy()
+        other.drop_sequences()
+        for cell_id, (pos, seq_ids) in zip(room, cells, strict=False):
             other._pos[cell_id], other._src[cell_id] = pos, cell_id
             for seq_id in seq_ids:
                 other._join(other.check_seq_id(seq_id), cell_id)
         other.check()
         self._pos, self._src, self._owners, self._tail = other._pos, other._src, other._owners, other._tail
-        self._empty, self._snapshots, self.head = other._empty, {}, 0
+        self._empty, self._snapshots, self.head = other._empty, other._snapshots, 0
         self._touch()
 
     def drop_cells(self, cell_ids: Iterable[int]) -> None:
-        """Removes every sequence of these cells and what is known of their rows: whoever comes next starts from zero.
+        """Removes every sequence and pin of these cells and what is known of their rows: the next one starts from zero.
 
         Raises `InvalidArgument` for a cell outside the table, with nothing changed.
         """
@@ -397,7 +474,7 @@ class CellTable:
     def copy(self) -> CellTable:
         """A table of its own with the same content and epoch."""
         other = CellTable(self.size, self.n_seq_max, self.n_rs_seq)
-        other._snapshots = self._snapshots.copy()
+        other._snapshots, other._free_pins = self._snapshots.copy(), self._free_pins.copy()
         other._pos, other._src, other._tail = self._pos.copy(), self._src.copy(), self._tail.copy()
         other._owners, other._empty = self._owners.copy(), self._empty
         other.head, other.n, other.rs_z, other.epoch = self.head, self.n, self.rs_z, self.epoch
@@ -446,15 +523,16 @@ class CellTable:
 
     def _problems(self) -> Iterator[str]:
         for name, column, length in (
-            ("pos", self._pos, self.size), ("src", self._src, self.size), ("owners", self._owners, self.size),
-            ("tail", self._tail, self.n_seq_max),
+            ("pos", self._pos, self.size), ("src", self._src, self.size), ("owners", self._owners, self.size)
         ):
             if len(column) != length:
                 yield f"column {name} has {len(column)} entries instead of {length}"
+        if len(self._tail) < self.n_seq_max:
+            yield f"column tail has {len(self._tail)} entries for {self.n_seq_max} sequences"
         empty = sum(1 << i for i, owners in enumerate(self._owners) if not owners)
         if empty != self._empty:
             yield f"the mask of empty cells is {self._empty:#x}, counted {empty:#x}"
-        tails = [CELL_NONE] * self.n_seq_max
+        tails = [CELL_NONE] * len(self._tail)
         for i, owners in enumerate(self._owners):
             if list(owners) != sorted(set(owners)):
                 yield f"cell {i} has owners {owners}, not in ascending order or repeated"
@@ -467,7 +545,7 @@ class CellTable:
             if owners and self._src[i] == CELL_NONE:
                 yield f"cell {i} has owners {owners} and no state"
             for seq_id in owners:
-                if not 0 <= seq_id < self.n_seq_max:
+                if not 0 <= seq_id < len(tails):
                     yield f"cell {i} belongs to sequence {seq_id}, but n_seq_max is {self.n_seq_max}"
                 elif tails[seq_id] != CELL_NONE:
                     yield f"sequence {seq_id} is in the cells {tails[seq_id]} and {i}"
@@ -476,6 +554,9 @@ class CellTable:
         for seq_id, (found, kept) in enumerate(zip(tails, self._tail, strict=False)):
             if found != kept:
                 yield f"the tail of sequence {seq_id} is {kept}, but its cell is {found}"
+        for pin in self._free_pins:
+            if self.is_pin(pin):
+                yield f"pin {pin} holds cell {self.pin_cell(pin)} and is free"
         for cell_id, (kept, back) in self._snapshots.items():
             if (kept, back) == NO_SNAPSHOTS or not self._owners[cell_id]:
                 yield f"cell {cell_id} with owners {self._owners[cell_id]} has snapshots {kept}, {back} on record"
@@ -529,8 +610,10 @@ class CellTable:
     def _drop(self, cell_ids: Iterable[int]) -> None:
         first = self.size
         for cell_id in cell_ids:
-            for seq_id in self._owners[cell_id]:
-                self._tail[seq_id] = CELL_NONE
+            for owner in self._owners[cell_id]:
+                self._tail[owner] = CELL_NONE
+                if owner >= self.n_seq_max:
+                    self._free_pins.append(owner - self.n_seq_max)
             self._set_owners(cell_id, ())
             self._pos[cell_id] = POS_NONE
             self._src[cell_id] = CELL_NONE

@@ -61,6 +61,12 @@ class StalePlan(RcacheError):
     status = Status.INVALID
 
 
+class StaleCheckpoint(RcacheError):
+    """A checkpoint was used that is gone: released, evicted, or cleared with its sequence."""
+
+    status = Status.INVALID
+
+
 class ClosedError(RcacheError):
     """The object was closed (or its owner was) and can no longer be used."""
 

@@ -96,9 +96,12 @@ def columns_of(spec: CacheSpec) -> Iterator[Column]:
 
 
 def cells_of(table: CellTable, seq_id: int) -> list[int]:
-    """The cells that a state of `seq_id` holds, ascending; of all sequences with `SEQ_ANY`. Raises `SeqIdError`."""
+    """The cells that a state of `seq_id` holds, ascending; of all sequences with `SEQ_ANY`. Raises `SeqIdError`.
+
+    A cell that only a checkpoint holds is no part of a state.
+    """
     if seq_id == SEQ_ANY:
-        return list(table.used_cells())
+        return [cell_id for cell_id in table.used_cells() if table.cell(cell_id).seq_ids]
     cell_id = table.tail(seq_id)
     return [cell_id] if cell_id >= 0 else []
 

@@ -24,7 +24,7 @@ from .cache import RecurrentCache
 from .errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
 from .slots import CLASSIC, COMPACT, SlotPlan
 from .spec import CacheSpec, Which
-from .ubatch import POS_NONE, SEQ_ANY, UBatch
+from .ubatch import POS_NONE, SEQ_ANY, Int32Array, UBatch
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ class CacheRequest(NamedTuple):
     """Addresses of ggml buffer types, [n_layer]; None is the CPU's."""
     ggml_library: str | None
     n_rs_seq: int
+    checkpoint_cells: int
+    own_lineage: bool
 
     def make(self) -> RecurrentCache:
         """The cache as asked for."""
@@ -178,6 +180,7 @@ class CacheRequest(NamedTuple):
         return RecurrentCache(
             self.spec, self.n_cells, n_seq_max=self.n_seq_max, placement=self.placement, bufts=self.bufts,
             ggml=GgmlLib.find(self.ggml_library), n_rs_seq=self.n_rs_seq,
+            checkpoint_cells=self.checkpoint_cells, own_lineage=self.own_lineage,
         )
 
 
@@ -272,6 +275,18 @@ def _seq_rm(table: HostVTable, seq_id: int, p0: int, p1: int) -> Status:
     return Status.OK if table.cache.seq_rm(seq_id, p0, p1) else Status.REFUSED
 
 
+def _mark(table: HostVTable, seq_id: int) -> Status:
+    return Status.OK if table.cache.mark(seq_id) else Status.REFUSED
+
+
+def _set_replay(table: HostVTable, replay: Any, data: Any) -> None:
+    def read_again(seq_id: int, pos0: int, tokens: Int32Array) -> bool:
+        ok = replay(data, seq_id, pos0, ffi.from_buffer("int32_t[]", tokens), len(tokens)) == Status.OK
+        return bool(ok)
+
+    table.cache.replay = None if replay == ffi.NULL else read_again
+
+
 def _seq_pos(table: HostVTable, seq_id: int, pos: Any) -> None:
     if pos == ffi.NULL:
         raise InvalidArgument("there is no place for the position")
@@ -363,6 +378,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "seq_keep": lambda table, *args: table.cache.seq_keep(*args),
     "seq_add": lambda table, *args: table.cache.seq_add(*args),
     "seq_div": lambda table, *args: table.cache.seq_div(*args),
+    "set_replay": _set_replay,
+    "mark": _mark,
     "seq_pos": _seq_pos,
     "positions": _positions,
     "clear": lambda table, data: table.cache.clear(bool(data)),
@@ -446,6 +463,8 @@ def _request(c: Any) -> CacheRequest:
         bufts,
         None if c.ggml_library == ffi.NULL else ffi.string(c.ggml_library).decode("utf-8", "surrogateescape"),
         c.n_rs_seq,
+        c.checkpoint_cells,
+        bool(c.flags & lib.RCACHE_SPEC_OWN_LINEAGE),
     )
 
 

@@ -26,12 +26,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ggml_lib": {"errors", "_ffi"},
     "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
     "llama_build": {"errors"},
-    "checkpoint": {"errors", "spec", "cells", "buffers"},
-    "cache": {"errors", "ubatch", "spec", "cells", "slots", "tree", "state_io", "ggml_lib", "buffers", "checkpoint"},
+    "history": {"errors", "ubatch"},
+    "checkpoint": {"errors", "ubatch", "cells", "history", "tree"},
+    "cache": {
+        "errors", "ubatch", "spec", "cells", "slots", "history", "checkpoint", "state_io", "ggml_lib", "buffers",
+    },
     "vtable": {"errors", "ubatch", "spec", "slots", "ggml_lib", "cache", "_rcache"},
     "table_client": {"errors", "ubatch", "vtable", "_rcache"},
 }
-METADATA = {"errors", "ubatch", "batch", "spec", "cells", "slots", "tree", "state_io"}
+METADATA = {
+    "errors", "ubatch", "batch", "spec", "cells", "slots", "history", "tree", "checkpoint", "state_io",
+}
 EDGE = {"__init__", "__main__", "cli"}
 FOREIGN_OF_METADATA = {"cffi", "_cffi_backend", "ctypes", "ggml", "llama_cpp", "gguf", "tokenizers", "rich"}
 

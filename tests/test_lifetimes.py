@@ -48,11 +48,12 @@ def test_interpreter_exit_while_other_threads_call(shared_object: Path, attempt:
 def test_exit_with_a_cache_that_only_a_host_holds(shared_object: Path) -> None:
     """A cache of the factory's that nobody destroyed."""
     run_code(HEAD + """
-    from rcache_plugin._rcache import ffi
+    from rcache_plugin._rcache import ffi, lib
     factory = ffi.cast("const struct rcache_factory *", factory_address())
     n_embd = ffi.new("uint32_t[]", [4])
-    c_spec = ffi.new("struct rcache_spec *", dict(abi_version=1, struct_size=ffi.sizeof("struct rcache_spec"),
-                     n_cells=2, n_layer=1, n_embd_r=n_embd, n_embd_s=n_embd))
+    c_spec = ffi.new("struct rcache_spec *", dict(abi_version=lib.RCACHE_ABI_VERSION,
+                     struct_size=ffi.sizeof("struct rcache_spec"), n_cells=2, n_layer=1, n_embd_r=n_embd,
+                     n_embd_s=n_embd))
     out = ffi.new("const struct rcache_vtable **")
     assert factory.create(factory.user, c_spec, out) == 0
     client = TableClient(int(ffi.cast("uintptr_t", out[0])))

@@ -134,7 +134,7 @@ def test_c_host_compiles_against_the_wheels_headers(installed: Path, tmp_path: P
     host = '#include <rcache_plugin.h>\nint main(void) { return RCACHE_STATUS_OK + (RCACHE_ABI_VERSION != %d); }\n'
     for compiler, ending, standard in (("CC", "c", "-std=c11"), ("CXX", "cpp", "-std=c++11")):
         program = tmp_path / f"host.{ending}"
-        program.write_text(host % 1)
+        program.write_text(host % 2)
         tool = os.environ.get(compiler, {"CC": "cc", "CXX": "c++"}[compiler]).split()
         run([*tool, standard, "-Wall", "-Werror", f"-I{folder}", str(program), "-o", str(tmp_path / ending)])
         run([str(tmp_path / ending)])

@@ -82,7 +82,7 @@ def test_statuses_are_the_headers() -> None:
     }
 
 
-@pytest.mark.parametrize("field, value", [("abi_version", 2), ("abi_version", 0), ("struct_size", 176)])
+@pytest.mark.parametrize("field, value", [("abi_version", 1), ("abi_version", 3), ("struct_size", 192)])
 def test_client_refuses_another_version(table: HostVTable, field: str, value: int) -> None:
     copy = ffi.new("struct rcache_vtable *", ffi.cast("struct rcache_vtable *", table.address)[0])
     setattr(copy, field, value)
@@ -292,7 +292,7 @@ def test_header_compiles_as_cplusplus(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None, "no C++ compiler"
     source = tmp_path / "user.cpp"
-    source.write_text('#include "rcache_plugin.h"\nint main() { return RCACHE_ABI_VERSION == 1 ? 0 : 1; }\n')
+    source.write_text('#include "rcache_plugin.h"\nint main() { return RCACHE_ABI_VERSION == 2 ? 0 : 1; }\n')
     subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", str(source), "-o", str(tmp_path / "user")],
                    check=True)
     subprocess.run([str(tmp_path / "user")], check=True)
@@ -317,4 +317,4 @@ def test_memory_of_a_table_is_the_hosts_until_destroy() -> None:
 
 
 def test_version_constant() -> None:
-    assert lib.RCACHE_ABI_VERSION == 1
+    assert lib.RCACHE_ABI_VERSION == 2

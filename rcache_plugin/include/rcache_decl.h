@@ -1,5 +1,5 @@
 /*
- * rcache: the C interface of the recurrent-state cache, ABI version 1.
+ * rcache: the C interface of the recurrent-state cache, ABI version 2.
  *
  * This file is read twice: by the C compiler (through rcache_plugin.h, which adds the include guards) and by cffi.
  * It therefore holds declarations only, no preprocessor lines.
@@ -17,7 +17,7 @@
 enum rcache_status {
     RCACHE_STATUS_OK            =  0,
     RCACHE_STATUS_NO_SLOT       =  1, /* the ubatch does not fit; nothing has changed */
-    RCACHE_STATUS_REFUSED       =  2, /* seq_rm: a state can't be erased in part; nothing has changed */
+    RCACHE_STATUS_REFUSED       =  2, /* seq_rm: there is no way back to that position; nothing has changed */
     RCACHE_STATUS_INVALID       = -1, /* the caller's mistake: an id, a range or a struct that can't be */
     RCACHE_STATUS_CLOSED        = -2, /* the cache is closed, was collected, or Python has ended */
     RCACHE_STATUS_ABI           = -3, /* abi_version or struct_size does not match */
@@ -33,6 +33,17 @@ enum rcache_placement {
     RCACHE_PLACEMENT_CLASSIC = 0, /* llama.cpp's placement, cell for cell */
     RCACHE_PLACEMENT_COMPACT = 1  /* prefers free runs, so that bystanders are not copied */
 };
+
+enum rcache_spec_flags {
+    /* The host keeps something else of a sequence beside its state (an attention cache): a sequence goes back to
+     * checkpoints of its own past only, because what is beside it has no other. */
+    RCACHE_SPEC_OWN_LINEAGE = 1
+};
+
+/* Has `n_tokens` tokens read into a sequence again, from position pos0 on, without outputs; the calls that this takes
+ * (prepare, find_slot) are made from inside. The sequence ends at pos0 - 1, and whatever the host keeps beside the state
+ * has to be cut to that first. Returns RCACHE_STATUS_OK, or anything else when it could not be done. */
+typedef int32_t (*rcache_replay)(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens);
 
 /* What a cache is made from. Everything is read during create; nothing is kept. */
 struct rcache_spec {
@@ -51,6 +62,8 @@ struct rcache_spec {
     const uint32_t * n_embd_p;     /* [n_layer] elements of p in a cell, a second conv history of type_r; NULL: none */
     uint32_t n_rs_seq;             /* snapshots of earlier tokens that the host's graphs write behind the rows: each
                                     * tensor then has (1 + n_rs_seq) * n_cells rows, see docs/c-interface.md */
+    uint32_t checkpoint_cells;     /* cells for checkpoints, beyond n_cells; the tensors' rows count them */
+    uint32_t flags;                /* enum rcache_spec_flags */
     uint32_t reserved;             /* 0 */
 };
 
@@ -125,11 +138,12 @@ struct rcache_vtable {
     int32_t (*s_copy)(void * user, int32_t i);
     float   (*s_mask)(void * user, int32_t i);
 
-    /* The graph that was to work on the last slot failed. Sequences whose row it may have half written are removed, so
-     * that no later step reads such a row. */
+    /* The graph that was to work on the last slot failed. Sequences whose row it may have half written lose their states:
+     * they are empty, and refuse a step above position 0 until they were removed or have gone back (seq_rm). */
     int32_t (*discard_slot)(void * user);
 
-    /* Positions are half open, [p0, p1); p0 < 0 is 0, p1 < 0 is the end. */
+    /* Positions are half open, [p0, p1); p0 < 0 is 0, p1 < 0 is the end. seq_rm of the end of a sequence goes back to the
+     * nearest checkpoint, and has what is missing from there read again if the host has set a replay. */
     int32_t (*seq_rm)(void * user, int32_t seq_id, int32_t p0, int32_t p1); /* seq_id < 0: every sequence */
     int32_t (*seq_cp)(void * user, int32_t seq_id_src, int32_t seq_id_dst, int32_t p0, int32_t p1);
     int32_t (*seq_keep)(void * user, int32_t seq_id);
@@ -138,7 +152,7 @@ struct rcache_vtable {
     int32_t (*seq_pos_min)(void * user, int32_t seq_id, int32_t * pos); /* -1: the sequence is empty */
     int32_t (*seq_pos_max)(void * user, int32_t seq_id, int32_t * pos);
 
-    /* data != 0 also sets every row to zero. */
+    /* data != 0 also sets every row to zero, and lets all checkpoints go. */
     int32_t (*clear)(void * user, int32_t data);
 
     /* 1: positions may be shifted (seq_add); 0: no. */
@@ -162,6 +176,13 @@ struct rcache_vtable {
 
     /* The host will not call again: `user` and the table are freed (now, or when Python lets go of them). */
     void (*destroy)(void * user);
+
+    /* How the host reads tokens again; NULL: not at all. `data` is its first argument. */
+    int32_t (*set_replay)(void * user, rcache_replay replay, void * data);
+
+    /* This is a place to come back to: keeps a checkpoint of a sequence as it is, if there is a cell for it. REFUSED:
+     * there is none. */
+    int32_t (*mark)(void * user, int32_t seq_id);
 };
 
 /* How a host makes caches. Valid for the life of the process. */
