@@ -540,7 +540,7 @@ def install() -> None:
     """Switches our cache on as stock works, to the last bit, in a process that has not imported llama_cpp yet."""
     import rcache_plugin.hosts.llama as host
 
-    host.install(placement="classic", consecutive_seq_ids=True)
+    host.install(placement="classic", consecutive_seq_ids=True, checkpoint_cells=0)
 
 
 def n_caches() -> int:

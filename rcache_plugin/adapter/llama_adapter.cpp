@@ -8,7 +8,8 @@
  * of buffers and is freed with the object, whoever destroys it.
  *
  * Nothing is decided here. A batch is split as llama.cpp's own code splits it (or, for models without attention,
- * without the rule of consecutive sequence ids), then the table is asked.
+ * without the rule of consecutive sequence ids, and with the last token of a prompt by itself, so that there is a
+ * state of just before it), then the table is asked. When the table has tokens read again, that is a llama_decode.
  *
  * Macros from the build, each when that version of the headers has the member: RCACHE_LLAMA_HAS_PLE (p_l),
  * RCACHE_LLAMA_HAS_STATE_CLEAR.
@@ -39,6 +40,8 @@ namespace {
 
 const rcache_factory * g_factory     = nullptr;
 int32_t                g_consecutive = 1;
+uint32_t               g_tail        = 0;
+uint32_t               g_tail_from   = 0;
 
 // What belongs to one memory object beyond llama.cpp's own members.
 struct rcache_state {
@@ -47,6 +50,10 @@ struct rcache_state {
     bool                  consecutive = true; // a ubatch holds consecutive sequence ids
     bool                  hybrid      = false; // the recurrent half of a memory that has an attention half too
     bool                  failed      = false; // the last refusal was an error, not a lack of room
+    llama_context *       lctx        = nullptr; // known from its first decode on
+    uint32_t              n_batches   = 0;     // batches under way
+    uint32_t              tail        = 0;     // tokens at the end of a prompt that get a ubatch of their own
+    uint32_t              tail_from   = 0;     // in prompts of at least so many tokens
 
     ~rcache_state() {
         if (table) {
@@ -249,6 +256,47 @@ std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type(const llama_memory_re
     return by_type;
 }
 
+// Whether the batch is a prompt of one sequence whose last tokens are to have a ubatch of their own.
+bool is_prompt(const llama_batch_allocr & balloc, const rcache_state & state) {
+    if (state.tail == 0 || balloc.get_n_tokens() < std::max(state.tail_from, state.tail + 1)) {
+        return false;
+    }
+    const auto & batch = balloc.get_batch();
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        if (batch.n_seq_id[i] != 1 || batch.seq_id[i][0] != batch.seq_id[0][0]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The table's wish to have tokens read again. No outputs, in batches as large as the context takes.
+int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens) {
+    const auto & state = state_of(*static_cast<llama_memory_recurrent *>(data));
+    if (!state.lctx || state.n_batches > 0) {
+        return RCACHE_STATUS_REFUSED; // inside a decode there can be no other
+    }
+    if (state.hybrid && !llama_memory_seq_rm(llama_get_memory(state.lctx), seq_id, pos0, -1)) {
+        return RCACHE_STATUS_REFUSED; // what the attention half holds from there on would be there twice
+    }
+    const uint32_t most = std::min(n_tokens, llama_n_batch(state.lctx));
+    llama_batch batch = llama_batch_init((int32_t) most, 0, 1);
+    int32_t status = 0;
+    for (uint32_t first = 0; first < n_tokens && status == 0; first += most) {
+        batch.n_tokens = (int32_t) std::min(most, n_tokens - first);
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            batch.token[i]     = tokens[first + i];
+            batch.pos[i]       = pos0 + (llama_pos) first + i;
+            batch.n_seq_id[i]  = 1;
+            batch.seq_id[i][0] = seq_id;
+            batch.logits[i]    = 0;
+        }
+        status = llama_decode(state.lctx, batch);
+    }
+    llama_batch_free(batch);
+    return status == 0 ? RCACHE_STATUS_OK : RCACHE_STATUS_BACKEND;
+}
+
 [[noreturn]] void unused(const char * what) {
     throw std::logic_error(std::string(what) + " is a part of llama.cpp's own state code, which this cache replaces");
 }
@@ -273,6 +321,13 @@ __attribute__((visibility("default"))) void rcache_llama_set_factory(const rcach
 // For memories made from now on, of models without attention: whether a ubatch holds consecutive sequence ids only.
 __attribute__((visibility("default"))) void rcache_llama_set_consecutive(int32_t consecutive) {
     g_consecutive = consecutive;
+}
+
+// For memories made from now on, of models without attention: the last n_tail tokens of a batch of one sequence with at
+// least n_from tokens get a ubatch of their own.
+__attribute__((visibility("default"))) void rcache_llama_set_tail(uint32_t n_tail, uint32_t n_from) {
+    g_tail      = n_tail;
+    g_tail_from = n_from;
 }
 
 }
@@ -325,6 +380,7 @@ llama_memory_recurrent::llama_memory_recurrent(
     spec.n_embd_p    = has_p ? n_embd_p.data() : nullptr;
     spec.buft        = bufts.data();
     spec.n_rs_seq    = n_rs_seq;
+    spec.flags       = filter ? RCACHE_SPEC_OWN_LINEAGE : 0;
 
     auto state = std::make_unique<rcache_state>();
     if (g_factory->create(g_factory->user, &spec, &state->table) != RCACHE_STATUS_OK) {
@@ -335,6 +391,8 @@ llama_memory_recurrent::llama_memory_recurrent(
     state->n_rs_full   = mem_size;
     state->consecutive = g_consecutive != 0;
     state->hybrid      = (bool) filter;
+    state->tail        = state->hybrid ? 0 : g_tail;
+    state->tail_from   = g_tail_from;
     const rcache_vtable * table = state->table;
 
     ggml_backend_buffer_i iface = {};
@@ -369,17 +427,22 @@ llama_memory_recurrent::llama_memory_recurrent(
 #ifdef RCACHE_LLAMA_HAS_PLE
     p_l = tensors(table->p_tensor);
 #endif
-    LLAMA_LOG_INFO("rcache: %u cells for %u sequences, R %.2f MiB, S %.2f MiB\n", size, n_seq_max,
-        info.r_bytes / 1048576.0, info.s_bytes / 1048576.0);
+    table->set_replay(table->user, replay, this);
+    const double mib = (info.r_bytes + info.s_bytes) / 1048576.0;
+    LLAMA_LOG_INFO("rcache: %u cells for %u sequences, R %.2f MiB, S %.2f MiB; %u of them for checkpoints, %.2f MiB\n",
+        size, n_seq_max, info.r_bytes / 1048576.0, info.s_bytes / 1048576.0, size - mem_size, mib * (size - mem_size) / size);
 }
 
 llama_memory_context_ptr llama_memory_recurrent::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
     auto & state = state_of(*this);
     std::vector<llama_ubatch> ubatches;
+    const uint32_t tail = embd_all || !is_prompt(balloc, state) ? 0 : state.tail;
     balloc.split_reset();
     for (;;) {
+        const uint32_t left = balloc.get_n_tokens() - balloc.get_n_used();
+        const uint32_t most = tail > 0 && left > tail && left <= n_ubatch ? left - tail : n_ubatch;
         auto ubatch = embd_all ? balloc.split_seq(n_ubatch)
-                               : split_equal(balloc, n_ubatch, state.consecutive, n_rs_seq > 0 ? n_rs_seq + 1 : 0, 0);
+                               : split_equal(balloc, most, state.consecutive, n_rs_seq > 0 ? n_rs_seq + 1 : 0, 0);
         if (ubatch.n_tokens == 0) {
             break;
         }
@@ -396,7 +459,8 @@ llama_memory_context_ptr llama_memory_recurrent::init_full() {
     return std::make_unique<llama_memory_recurrent_context>(this);
 }
 
-llama_memory_context_ptr llama_memory_recurrent::init_update(llama_context *, bool) {
+llama_memory_context_ptr llama_memory_recurrent::init_update(llama_context * lctx, bool) {
+    state_of(*this).lctx = lctx;
     return std::make_unique<llama_memory_recurrent_context>(LLAMA_MEMORY_STATUS_NO_UPDATE);
 }
 
@@ -437,14 +501,21 @@ void llama_memory_recurrent::clear(bool data) {
 }
 
 bool llama_memory_recurrent::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    const auto * table = state_of(*this).table;
-    if (seq_id >= 0 && p1 >= 0) {
+    const auto & state = state_of(*this);
+    const auto * table = state.table;
+    llama_pos last = -1;
+    if (seq_id >= 0 && (p1 >= 0 || state.n_batches > 0)) {
+        table->seq_pos_max(table->user, seq_id, &last);
+    }
+    if (p1 >= 0 && p1 <= last) {
         // llama.cpp takes a range that ends before the last position as one that the state need not forget, which is
         // what makes a context shift possible
-        llama_pos last = -1;
-        if (table->seq_pos_max(table->user, seq_id, &last) == RCACHE_STATUS_OK && p1 <= last) {
-            return true;
-        }
+        return true;
+    }
+    if (state.n_batches > 0 && last >= std::max(p0, 0)) {
+        // llama_decode takes back a ubatch that it could not compute: its rows may be half written
+        done(table, "discard_slot", table->discard_slot(table->user));
+        return p0 > 0 || done(table, "seq_rm", table->seq_rm(table->user, seq_id, p0, p1));
     }
     return done(table, "seq_rm", table->seq_rm(table->user, seq_id, p0, p1));
 }
@@ -596,9 +667,15 @@ llama_memory_recurrent_context::llama_memory_recurrent_context(llama_memory_recu
 
 llama_memory_recurrent_context::llama_memory_recurrent_context(
     llama_memory_recurrent * mem, std::vector<llama_ubatch> ubatches) :
-    status(LLAMA_MEMORY_STATUS_SUCCESS), mem(mem), ubatches(std::move(ubatches)) {}
+    status(LLAMA_MEMORY_STATUS_SUCCESS), mem(mem), ubatches(std::move(ubatches)) {
+    ++state_of(*mem).n_batches;
+}
 
-llama_memory_recurrent_context::~llama_memory_recurrent_context() = default;
+llama_memory_recurrent_context::~llama_memory_recurrent_context() {
+    if (mem && !is_full) {
+        --state_of(*mem).n_batches;
+    }
+}
 
 bool llama_memory_recurrent_context::next() {
     return ++i_next < ubatches.size();

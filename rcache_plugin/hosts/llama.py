@@ -25,6 +25,7 @@ from typing import Any
 from cffi import FFI
 
 from ..cache import RecurrentCache
+from ..checkpoint import DefaultPolicy, default_checkpoint_cells
 from ..errors import AbiMismatch, RcacheError
 from ..ggml_lib import GgmlLib
 from ..llama_build import LlamaInstall, build, find_install
@@ -37,7 +38,12 @@ _ADAPTER_FUNCTIONS = """
     uint32_t rcache_llama_abi_version(void);
     void rcache_llama_set_factory(const void * factory);
     void rcache_llama_set_consecutive(int32_t consecutive);
+    void rcache_llama_set_tail(uint32_t n_tail, uint32_t n_from);
 """
+
+PROMPT_TAIL, PROMPT_TAIL_FROM = 1, 32
+"""With checkpoints: the last token of a prompt is read by itself when the prompt has at least so many, so that there is
+a state of just before it for those who ask the same again."""
 
 
 class HostOrderError(RcacheError, ImportError):
@@ -55,6 +61,22 @@ class Options:
     llama.cpp splits them: their attention half needs it."""
     spare_cells: int = 0
     """Cells beyond one for each sequence."""
+    checkpoint_cells: int | None = None
+    """Cells for checkpoints; 0: none are made, and a sequence can't go back. None: `checkpoint_bytes` decides."""
+    checkpoint_bytes: int | None = None
+    """Memory for checkpoints. None: 16 cells, or as many as 256 MiB hold, but at least 2."""
+    checkpoint_interval: int = 512
+    """Tokens between two checkpoints of a long text."""
+    max_replay: int | None = None
+    """The most tokens that are read again when a sequence goes back to where no checkpoint is; None: no limit."""
+
+    def cells_for_checkpoints(self, cell_bytes: int) -> int:
+        """How many cells of `cell_bytes` bytes checkpoints get."""
+        if self.checkpoint_cells is not None:
+            return self.checkpoint_cells
+        if self.checkpoint_bytes is not None:
+            return self.checkpoint_bytes // max(cell_bytes, 1)
+        return default_checkpoint_cells(cell_bytes)
 
 
 class _Host:
@@ -73,6 +95,7 @@ class _Host:
         """Makes the cache of a new context; runs inside libllama's constructor."""
         options: Options = getattr(self.local, "options", self.options)
         n_seq_max = request.n_seq_max or request.n_cells
+        checkpoint_cells = options.cells_for_checkpoints(request.spec.cell_bytes * (1 + request.n_rs_seq))
         cache = RecurrentCache(
             request.spec,
             request.n_cells + options.spare_cells,
@@ -82,8 +105,13 @@ class _Host:
             bufts=request.bufts,
             n_rs_seq=request.n_rs_seq,
             empty_tensors=True,
+            checkpoint_cells=checkpoint_cells,
+            policy=DefaultPolicy(options.checkpoint_interval),
+            own_lineage=request.own_lineage,
+            max_replay=options.max_replay,
         )
         self.adapter.rcache_llama_set_consecutive(int(options.consecutive_seq_ids))
+        self.adapter.rcache_llama_set_tail(PROMPT_TAIL if checkpoint_cells else 0, PROMPT_TAIL_FROM)
         self.caches.add(cache)
         getattr(self.local, "made", []).append(cache)
         return cache
@@ -93,31 +121,27 @@ _host: _Host | None = None
 _install_lock = threading.Lock()
 
 
-def install(
-    *,
-    placement: str = COMPACT,
-    consecutive_seq_ids: bool = False,
-    spare_cells: int = 0,
-    adapter: str | os.PathLike[str] | None = None,
-) -> None:
+def install(*, adapter: str | os.PathLike[str] | None = None, **options: Any) -> None:
     """Loads the adapter and libllama, so that `import llama_cpp` finds the class replaced. Again: sets the options.
 
-    With ``placement="classic", consecutive_seq_ids=True`` everything equals stock llama.cpp to the last bit; the
-    defaults are faster when several sequences are at work, and equal up to rounding (see `Options`).
+    `options` are the fields of `Options`.
+
+    With ``placement="classic", consecutive_seq_ids=True, checkpoint_cells=0`` everything equals stock llama.cpp to the
+    last bit; the defaults are faster when several sequences are at work, can go back, and are equal up to rounding.
 
     The adapter is built when this machine has not built it yet (`llama_build.build`, some seconds); `adapter` names a
     built one instead. Raises `HostOrderError` when llama_cpp or ggml is in the process already, `LlamaBuildError` when
     there is no adapter to be had, `AbiMismatch` for one of another version.
     """
     global _host
-    options = Options(placement, consecutive_seq_ids, spare_cells)
+    wanted = Options(**options)
     with _install_lock:
         if _host is None:
             _check_order()
             found = find_install()
             path = Path(adapter) if adapter is not None else build(found, progress=_say)
             _host = _load(found, path)
-        _host.options = options
+        _host.options = wanted
 
 
 def installed() -> bool:
@@ -189,40 +213,12 @@ def _load(found: LlamaInstall, path: Path) -> _Host:
     return host
 
 
-def _llama_class() -> type:
-    """Our `Llama`, made when it is first asked for, because llama_cpp must not be imported before `install`."""
-    if _host is None:
-        install()
-    import llama_cpp
-
-    class Llama(llama_cpp.Llama):  # type: ignore[misc]
-        """`llama_cpp.Llama` on this package's cache: the same arguments, and those of `Options` besides.
-
-        `rcache` is the `RecurrentCache` of its context; None for a model without recurrent layers.
-        """
-
-        rcache: RecurrentCache | None = None
-
-        def __init__(
-            self,
-            *args: Any,
-            placement: str | None = None,
-            consecutive_seq_ids: bool | None = None,
-            spare_cells: int | None = None,
-            **kwargs: Any,
-        ) -> None:
-            given = {"placement": placement, "consecutive_seq_ids": consecutive_seq_ids, "spare_cells": spare_cells}
-            with context_options(**{name: value for name, value in given.items() if value is not None}) as made:
-                super().__init__(*args, **kwargs)
-            self.rcache = made[-1] if made else None
-
-    Llama.__module__ = __name__
-    Llama.__qualname__ = "Llama"
-    return Llama
-
-
 def __getattr__(name: str) -> Any:
     if name != "Llama":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()["Llama"] = _llama_class()
-    return globals()["Llama"]
+    if _host is None:
+        install()  # before llama_cpp is imported, which the class derives from
+    from ._llama_class import Llama
+
+    globals()["Llama"] = Llama
+    return Llama
