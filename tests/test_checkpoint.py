@@ -185,7 +185,7 @@ def test_live_sequences_win() -> None:
 
 
 def test_the_least_useful_goes_first() -> None:
-    """Of a long prompt the first checkpoint stays, and some along the way; what nobody asked for goes before the used."""
+    """Of a long prompt the first checkpoint stays, and some on the way; what nobody asked for goes before the used."""
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=4, policy=DefaultPolicy(8))
     host.read({0: text(100)})
     kept = lengths(host)
