@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +18,17 @@ from .state_io import (
     FLAG_ON_DEVICE,
     CellImage,
     Column,
-    DeviceReader,
-    Reader,
+    MemoryReader,
     StateImage,
-    Writer,
     columns_of,
     read_cells,
     read_columns,
-    read_state,
+    read_rows,
+    reader_from,
+    runs_of,
+    state_bytes,
     write_state,
+    writer_to,
 )
 from .ubatch import CELL_NONE, SEQ_ANY, UBatch
 
@@ -43,18 +45,6 @@ class PlanObserver(Protocol):
 
     def changed(self) -> None:
         """Called after any other change of the table."""
-
-
-class _RowBytes:
-    """A `Writer` for whoever takes bytes only."""
-
-    def __init__(self, writer: Writer, buffers: StateBuffers) -> None:
-        self.write = writer.write
-        self._buffers = buffers
-
-    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
-        for cell_id in range(first, first + n_rows):
-            self.write(self._buffers.get_row(which, il, cell_id))
 
 
 class RecurrentCache:
@@ -353,91 +343,95 @@ class RecurrentCache:
 
     # states
 
-    def state_write(self, writer: Writer, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+    def state_size(self, seq_id: int = SEQ_ANY) -> int:
+        """Bytes of the state of one sequence, or of the whole cache. Raises `SeqIdError`."""
+        with self._lock:
+            return state_bytes(self._open(), self.spec, seq_id)
+
+    def state_write(self, writer: Any, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Writes the state of one sequence, or of the whole cache, in llama.cpp's format (see `state_io`).
 
-        `writer` has ``write(bytes)``, as a binary file has; one that also has ``write_rows`` is given the rows' places
-        instead of their bytes. `flags` are llama.cpp's; none of them changes what a recurrent state writes. Raises
-        `SeqIdError`, and `Unsupported` without buffers.
+        `writer` has ``write(bytes)``, as a binary file has, or is memory of at least `state_size` bytes; one that also
+        has ``write_rows`` is given the rows' places instead of their bytes. `flags` are llama.cpp's; none of them
+        changes what a recurrent state writes. Raises `SeqIdError`, `Unsupported` without buffers, and
+        `InvalidArgument` for memory that is too small.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            if not hasattr(writer, "write_rows"):
-                writer = _RowBytes(writer, buffers)
-            write_state(writer, table, self.spec, seq_id)
+            write_state(writer_to(writer, buffers, self.state_size(seq_id)), table, self.spec, seq_id)
 
-    def state_read(self, reader: Reader | DeviceReader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+    def state_read(self, reader: Any, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.
 
-        Everything is read and checked first: when it raises `StateError`, the cache is what it was. A sequence goes to
-        an empty cell, or, if there is none, to its own. With `FLAG_ON_DEVICE`, for one sequence only, `reader` puts the
-        rows in place itself; if it fails in the middle and the cell was the sequence's own, the sequence is lost.
+        `reader` has ``read(n_bytes)``, as a binary file has, or is memory that holds the state and nothing else. A
+        sequence goes to an empty cell, or, if there is none, to its own; the whole cache to cells 0, 1, ...
+
+        All is read and checked before anything changes: when it raises `StateError`, the cache is what it was. Only
+        rows of cells that hold no state may have changed, where `reader` takes rows from its stream to their places
+        itself (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked; should that fail,
+        what was to be restored is lost.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            if flags & FLAG_ON_DEVICE:
-                if seq_id == SEQ_ANY or not hasattr(reader, "read_rows"):
-                    raise Unsupported("states on a device are of one sequence, and need a reader of rows")
-                cells, image = read_cells(reader, table, seq_id), None
+            source, on_device = reader_from(reader), bool(flags & FLAG_ON_DEVICE)
+            if on_device and not hasattr(source, "read_rows"):
+                raise Unsupported("states on a device need a reader of rows")
+            cells = read_cells(source, table, seq_id)
+            cell_ids, restore = self._room(cells, seq_id)
+            fill: Callable[[], None]
+            if on_device:
+                columns: list[Column] = []
+                read_columns(source, self.spec, columns.append)
+                fill = partial(self._read_rows, source, columns, cell_ids)
+            elif getattr(source, "streams_rows", False) and not any(table.cell(c).seq_ids for c in cell_ids):
+                fill = partial(read_columns, source, self.spec, partial(self._read_row, source, cell_ids))
             else:
-                image = read_state(reader, table, self.spec, seq_id)
-                cells = image.cells
-            if seq_id == SEQ_ANY and image is not None:
-                self._restore_all(image, buffers)
-            elif cells:
-                self._restore_one(cells[0], image, reader, buffers)
-            else:
-                if image is None:
-                    read_columns(reader, self.spec, lambda column: None)
-                table.seq_rm(seq_id, -1, -1)
-                self._changed()
-
-    def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
-        # rows are written over live ones: if a device fails in the middle, no state can be trusted
-        try:
-            for i in range(len(image.cells)):
-                self._set_rows(image, buffers, i, i)
-        except BaseException:
-            self.table.clear()
+                fill = partial(self._set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
+            if isinstance(source, MemoryReader):
+                source.check_end()
+            try:
+                fill()
+            except BaseException:
+                lost = [c for c in cell_ids if table.cell(c).seq_ids]  # written over in part
+                if lost:
+                    table.drop_cells(lost)
+                    self._publish(None)
+                raise
+            restore()
             self._publish(None)
-            raise
-        self.table.restore(image.cells)
-        self._publish(None)
 
-    def _restore_one(
-        self, cell: CellImage, image: StateImage | None, reader: Reader | DeviceReader, buffers: StateBuffers
-    ) -> None:
-        (seq_id,) = cell.seq_ids
-        step = UBatch.single(seq_id, cell.pos)
+    def _room(self, cells: tuple[CellImage, ...], seq_id: int) -> tuple[list[int], Callable[[], object]]:
+        """Where the states of `cells` are to go, and what changes the table when their rows are there."""
+        if seq_id == SEQ_ANY:
+            return list(range(len(cells))), partial(self.table.restore, cells)
+        if not cells:
+            return [], partial(self.table.seq_rm, seq_id, -1, -1)
         after = self.table.copy()
         after.seq_rm(seq_id, -1, -1)
-        plans = plan_slots(after, (step,), self.placement)
+        plans = plan_slots(after, (UBatch.single(seq_id, cells[0].pos),), self.placement)
         if plans is None:
             raise StateError(f"all {after.size} cells are taken, there is no room for sequence {seq_id}")
         (plan,) = plans
-        own = plan.head == self.table.tail(seq_id)
-        try:
-            if image is not None:
-                self._set_rows(image, buffers, 0, plan.head)
-            else:
-                read_columns(reader, self.spec, partial(self._read_row, reader, plan.head))
-        except BaseException:
-            if own:  # its old state is written over in part
-                self.table.seq_rm(seq_id, -1, -1)
-                self._changed()
-            raise
-        commit(after, plan)
-        self.table = after
-        self._publish(None)
 
-    def _read_row(self, reader: Any, cell_id: int, column: Column) -> None:
-        if column.row_bytes:
-            reader.read_rows(column.which, column.il, cell_id, 1)
+        def restore() -> None:
+            commit(after, plan)
+            self.table = after
 
-    def _set_rows(self, image: StateImage, buffers: StateBuffers, i: int, cell_id: int) -> None:
+        return [plan.head], restore
+
+    def _read_rows(self, reader: Any, columns: Sequence[Column], cell_ids: Sequence[int]) -> None:
+        for column in columns:
+            self._read_row(reader, cell_ids, column)
+
+    def _read_row(self, reader: Any, cell_ids: Sequence[int], column: Column) -> None:
+        for _, first, n_rows in runs_of(cell_ids) if column.row_bytes else ():
+            reader.read_rows(column.which, column.il, first, n_rows)
+
+    def _set_rows(self, image: StateImage, buffers: StateBuffers, cell_ids: Sequence[int]) -> None:
+        runs = list(runs_of(cell_ids))
         for column in columns_of(self.spec):
-            if column.row_bytes:
-                buffers.set_row(column.which, column.il, cell_id, image.row(column, i))
+            for i, first, n_rows in runs if column.row_bytes else ():
+                buffers.set_rows(column.which, column.il, first, n_rows, image.cell_rows(column, i, n_rows))
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:

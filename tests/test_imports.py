@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama_build": {"errors"},
     "checkpoint": {"errors", "spec", "cells", "buffers"},
     "cache": {"errors", "ubatch", "spec", "cells", "slots", "tree", "state_io", "ggml_lib", "buffers", "checkpoint"},
-    "vtable": {"errors", "ubatch", "spec", "slots", "ggml_lib", "cache", "_rcache"},
+    "vtable": {"errors", "ubatch", "spec", "slots", "state_io", "ggml_lib", "cache", "_rcache"},
     "table_client": {"errors", "ubatch", "vtable", "_rcache"},
 }
 METADATA = {"errors", "ubatch", "batch", "spec", "cells", "slots", "tree", "state_io"}
