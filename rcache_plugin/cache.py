@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -14,6 +15,16 @@ from .cells import CellTable
 from .errors import ClosedError, InvalidArgument, StateError, Unsupported
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
 from .spec import CacheSpec, Which
+from .state_file import (
+    Header,
+    Saving,
+    Tokens,
+    check_spec,
+    checked_tokens,
+    read_header,
+    read_payload,
+    spec_fields,
+)
 from .state_io import (
     FLAG_ON_DEVICE,
     CellImage,
@@ -21,6 +32,7 @@ from .state_io import (
     MemoryReader,
     StateImage,
     columns_of,
+    most_bytes,
     read_cells,
     read_columns,
     read_rows,
@@ -399,6 +411,42 @@ class RecurrentCache:
                 raise
             restore()
             self._publish(None)
+
+    def save(
+        self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY, tokens: Tokens | Sequence[int] | None = None
+    ) -> None:
+        """Saves the state of one sequence, or of the whole cache, in a file of our own (see `state_file`).
+
+        `tokens` are kept with it: those of the sequence, or by sequence, ``{seq_id: [token, ...]}``. The file replaces
+        an older one when it is complete and on the disk; a save that fails or is killed leaves the old one. Raises
+        `SeqIdError`, `InvalidArgument` for tokens that cannot be, `Unsupported` without buffers, `OSError`.
+        """
+        with self._lock:
+            table, buffers = self._open(), self._with_buffers()
+            size = self.state_size(seq_id)
+            saved = [seq for seq, pos in enumerate(table.positions()) if pos >= 0 and seq_id in (SEQ_ANY, seq)]
+            header = Header(spec_fields(self.spec), seq_id, size, checked_tokens(tokens, seq_id, saved))
+            with Saving(path, header) as file:
+                write_state(writer_to(file, buffers, size), table, self.spec, seq_id)
+
+    def load(self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY) -> dict[int, list[int]]:
+        """Restores what `save` wrote; returns the tokens that were saved with it, by sequence.
+
+        A file of one sequence goes to `seq_id`, any one; a file of a whole cache is loaded without it, and may be of a
+        larger or smaller cache if the states in it fit. Raises `StateError`, with nothing changed, for a file that is
+        not whole, not intact, of another model (naming the fields), or does not fit; and `InvalidArgument`, `OSError`.
+        """
+        with self._lock, open(path, "rb", buffering=0) as file:
+            table = self._open()
+            header = read_header(file)
+            check_spec(header, self.spec)
+            if (header.seq_id == SEQ_ANY) != (seq_id == SEQ_ANY):
+                holds = "a whole cache" if header.seq_id == SEQ_ANY else f"sequence {header.seq_id} alone"
+                how = "without a seq_id" if header.seq_id == SEQ_ANY else "with the seq_id that is to have it"
+                raise InvalidArgument(f"the file holds {holds}: load it {how}")
+            self.state_read(read_payload(file, header, most_bytes(table, self.spec, seq_id)), seq_id)
+            whole = header.seq_id == SEQ_ANY
+            return {saved if whole else seq_id: list(ids) for saved, ids in header.tokens.items()}
 
     def _room(self, cells: tuple[CellImage, ...], seq_id: int) -> tuple[list[int], Callable[[], object]]:
         """Where the states of `cells` are to go, and what changes the table when their rows are there."""

@@ -325,8 +325,9 @@ class _StreamWriter:
 
     def __init__(self, target: Any, rows: RowSource) -> None:
         self._raw = isinstance(target, io.RawIOBase)
-        # Only of Python's own files it is known that they do not keep what they are given.
-        self._rows = rows.borrow_rows if isinstance(target, io.IOBase) else rows.get_rows
+        # Of Python's own files it is known that they do not keep what they are given.
+        borrows = getattr(target, "borrows", False) or isinstance(target, io.IOBase)
+        self._rows = rows.borrow_rows if borrows else rows.get_rows
         self._write = target.write
 
     def write(self, data: Bytes) -> None:

@@ -22,16 +22,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "slots": {"errors", "ubatch", "cells"},
     "tree": {"errors"},
     "state_io": {"errors", "ubatch", "spec", "cells"},
+    "state_file": {"errors", "ubatch", "spec", "cells", "state_io"},
+    "state_inspect": {"errors", "ubatch", "spec", "state_file"},
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
     "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
     "llama_build": {"errors"},
     "checkpoint": {"errors", "spec", "cells", "buffers"},
-    "cache": {"errors", "ubatch", "spec", "cells", "slots", "tree", "state_io", "ggml_lib", "buffers", "checkpoint"},
+    "cache": {
+        "errors", "ubatch", "spec", "cells", "slots", "tree", "state_io", "state_file", "ggml_lib", "buffers",
+        "checkpoint",
+    },
     "vtable": {"errors", "ubatch", "spec", "slots", "state_io", "ggml_lib", "cache", "_rcache"},
     "table_client": {"errors", "ubatch", "vtable", "_rcache"},
 }
-METADATA = {"errors", "ubatch", "batch", "spec", "cells", "slots", "tree", "state_io"}
+METADATA = {"errors", "ubatch", "batch", "spec", "cells", "slots", "tree", "state_io", "state_file", "state_inspect"}
 EDGE = {"__init__", "__main__", "cli"}
 FOREIGN_OF_METADATA = {"cffi", "_cffi_backend", "ctypes", "ggml", "llama_cpp", "gguf", "tokenizers", "rich"}
 
