@@ -88,6 +88,16 @@ def spec_fields(spec: CacheSpec) -> dict[str, Any]:
     return fields
 
 
+def spec_of(header: Header) -> CacheSpec:
+    """The spec of the cache that was saved. Raises `StateError`."""
+    try:
+        fields = header.spec
+        rows = [fields[f"n_embd_{which}"] for which in WHICH]
+        return CacheSpec.make(rows[0], rows[1], fields["type_r"], fields["type_s"], rows[2])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"spec: it is none: {type(error).__name__}: {error}") from error
+
+
 def fingerprint(fields: Mapping[str, Any]) -> str:
     """sha256 of `spec_fields`, in hexadecimal."""
     return hashlib.sha256(_canonical(fields)).hexdigest()

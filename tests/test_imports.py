@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tree": {"errors"},
     "state_io": {"errors", "ubatch", "spec", "cells"},
     "state_file": {"errors", "ubatch", "spec", "cells", "state_io"},
-    "state_inspect": {"errors", "ubatch", "spec", "state_file"},
+    "state_inspect": {"errors", "ubatch", "spec", "state_io", "state_file"},
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
     "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
