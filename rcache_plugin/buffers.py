@@ -204,20 +204,50 @@ class StateBuffers:
     def get_row(self, which: Which, il: int, cell: int) -> bytes:
         """The bytes of one cell's r, s or p in layer `il`, [row_bytes]. Raises `InvalidArgument` for a cell or a
         layer's state that there is not, `ClosedError`, `BackendError` when the device is gone."""
-        memory, tensor, offset = self._row(which, il, cell)
-        return memory.read(tensor, offset, tensor.row_bytes)
+        return self.get_rows(which, il, cell, 1)
+
+    def get_rows(self, which: Which, il: int, first: int, n_rows: int) -> bytes:
+        """As `get_row`, of the cells ``first .. first + n_rows - 1``, [n_rows * row_bytes]."""
+        memory, tensor, offset = self._row(which, il, first, n_rows)
+        return memory.read(tensor, offset, n_rows * tensor.row_bytes)
+
+    def borrow_rows(self, which: Which, il: int, first: int, n_rows: int) -> memoryview:
+        """As `get_rows`, read-only and in place if the rows are in host memory: then it shows what is there now, and
+        changes with the next graph or write. It keeps the memory of all the buffers from being freed."""
+        memory, tensor, offset = self._row(which, il, first, n_rows)
+        n_bytes = n_rows * tensor.row_bytes
+        if tensor.data is None:
+            return memoryview(memory.read(tensor, offset, n_bytes))
+        return np.asarray(_HostBlock(memory, tensor.data + offset, n_bytes)).data
+
+    def copy_rows_to(self, which: Which, il: int, first: int, n_rows: int, out: memoryview) -> int:
+        """Copies what `get_rows` returns to the beginning of `out`, bytes that can be written; returns how many there
+        were. Raises as `get_rows`, and `InvalidArgument` when `out` is too short."""
+        memory, tensor, offset = self._row(which, il, first, n_rows)
+        n_bytes = n_rows * tensor.row_bytes
+        if out.nbytes < n_bytes:
+            raise InvalidArgument(f"{n_rows} rows {which} of layer {il} have {n_bytes} bytes, not {out.nbytes}")
+        memory.read_to(tensor, offset, n_bytes, out)
+        return n_bytes
 
     def set_row(self, which: Which, il: int, cell: int, data: Any) -> None:
         """Writes one cell's r, s or p in layer `il`; `data` is any contiguous buffer of row_bytes bytes. Raises
         `InvalidArgument` for a cell or a layer's state that there is not or another number of bytes (then nothing has
         changed), `ClosedError`, `BackendError` when the device is gone."""
-        memory, tensor, offset = self._row(which, il, cell)
+        self.set_rows(which, il, cell, 1, data)
+
+    def set_rows(self, which: Which, il: int, first: int, n_rows: int, data: Any) -> None:
+        """As `set_row`, for the cells ``first .. first + n_rows - 1``, from [n_rows * row_bytes] bytes."""
+        memory, tensor, offset = self._row(which, il, first, n_rows)
         try:
             view = memoryview(data).cast("B")
         except TypeError as error:
             raise InvalidArgument(f"a row must be written from a contiguous buffer of bytes: {error}") from error
-        if view.nbytes != tensor.row_bytes:
-            raise InvalidArgument(f"row {which} of layer {il} has {tensor.row_bytes} bytes, not {view.nbytes}")
+        if view.nbytes != n_rows * tensor.row_bytes:
+            rows = "row" if n_rows == 1 else f"{n_rows} rows"
+            raise InvalidArgument(
+                f"{rows} {which} of layer {il} has {n_rows * tensor.row_bytes} bytes, not {view.nbytes}"
+            )
         memory.write(tensor, offset, view)
 
     def view_row(self, which: Which, il: int, cell: int) -> RowView:
@@ -262,13 +292,15 @@ class StateBuffers:
             raise InvalidArgument(f"cell {cell} is not one of 0 to {self.n_cells - 1}")
         return cell
 
-    def _row(self, which: Which, il: int, cell: int) -> tuple[_Memory, _Tensor, int]:
+    def _row(self, which: Which, il: int, cell: int, n_rows: int = 1) -> tuple[_Memory, _Tensor, int]:
         memory = self._alive()
         if which not in WHICH:
             raise InvalidArgument(f"which is {which!r}, not one of {', '.join(WHICH)}")
         tensor = memory.by_layer[which].get(_index(il, "a layer"))
         if tensor is None:
             raise InvalidArgument(f"layer {il} (of {self.spec.n_layer}) keeps no {which}")
+        if n_rows != 1 and (n_rows < 1 or self._checked_cell(cell) + n_rows > self.n_cells):
+            raise InvalidArgument(f"{n_rows} cells from {cell} on are not all of 0 to {self.n_cells - 1}")
         return memory, tensor, self._checked_cell(cell) * tensor.row_bytes
 
 
@@ -407,6 +439,14 @@ class _Memory:
         data = ffi.new("char[]", n_bytes)
         self._lib.tensor_get(tensor.cdata, data, offset, n_bytes)
         return bytes(ffi.buffer(data))
+
+    def read_to(self, tensor: _Tensor, offset: int, n_bytes: int, out: memoryview) -> None:
+        ffi = self._lib.ffi
+        if tensor.data is not None:
+            ffi.memmove(out, ffi.cast("char *", tensor.data + offset), n_bytes)
+            return
+        self._lib.require_reachable(tensor.endpoint)
+        self._lib.tensor_get(tensor.cdata, ffi.from_buffer(out, require_writable=True), offset, n_bytes)
 
     def write(self, tensor: _Tensor, offset: int, data: memoryview) -> None:
         ffi = self._lib.ffi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from array import array
@@ -20,19 +21,32 @@ from .errors import ClosedError, InvalidArgument, StateError, Unsupported
 from .history import token_array
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
 from .spec import CacheSpec, Which
+from .state_file import (
+    Header,
+    Saving,
+    Tokens,
+    check_spec,
+    checked_tokens,
+    read_header,
+    read_payload,
+    spec_fields,
+)
 from .state_io import (
     FLAG_ON_DEVICE,
     CellImage,
     Column,
-    DeviceReader,
-    Reader,
+    MemoryReader,
     StateImage,
-    Writer,
     columns_of,
+    most_bytes,
     read_cells,
     read_columns,
-    read_state,
+    read_rows,
+    reader_from,
+    runs_of,
+    state_bytes,
     write_state,
+    writer_to,
 )
 from .ubatch import CELL_NONE, SEQ_ANY, Int32Array, UBatch
 
@@ -49,18 +63,6 @@ class PlanObserver(Protocol):
 
     def changed(self) -> None:
         """Called after any other change of the table."""
-
-
-class _RowBytes:
-    """A `Writer` for whoever takes bytes only."""
-
-    def __init__(self, writer: Writer, buffers: StateBuffers) -> None:
-        self.write = writer.write
-        self._buffers = buffers
-
-    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
-        for cell_id in range(first, first + n_rows):
-            self.write(self._buffers.get_row(which, il, cell_id))
 
 
 Replay = Callable[[int, int, Int32Array], bool]
@@ -725,64 +727,66 @@ class RecurrentCache:
 
     # states
 
-    def state_write(self, writer: Writer, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+    def state_size(self, seq_id: int = SEQ_ANY) -> int:
+        """Bytes of the state of one sequence, or of the whole cache. Raises `SeqIdError`."""
+        with self._lock:
+            return state_bytes(self._open(), self.spec, seq_id)
+
+    def state_write(self, writer: Any, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Writes the state of one sequence, or of the whole cache, in llama.cpp's format (see `state_io`).
 
-        `writer` has ``write(bytes)``, as a binary file has; one that also has ``write_rows`` is given the rows' places
-        instead of their bytes. `flags` are llama.cpp's; none of them changes what a recurrent state writes. Raises
-        `SeqIdError`, and `Unsupported` without buffers.
+        `writer` has ``write(bytes)``, as a binary file has, or is memory of at least `state_size` bytes; one that also
+        has ``write_rows`` is given the rows' places instead of their bytes. `flags` are llama.cpp's; none of them
+        changes what a recurrent state writes. Raises `SeqIdError`, `Unsupported` without buffers, and
+        `InvalidArgument` for memory that is too small.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            if not hasattr(writer, "write_rows"):
-                writer = _RowBytes(writer, buffers)
-            write_state(writer, table, self.spec, seq_id)
+            write_state(writer_to(writer, buffers, self.state_size(seq_id)), table, self.spec, seq_id)
 
-    def state_read(self, reader: Reader | DeviceReader, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
+    def state_read(self, reader: Any, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
         """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.
 
-        Everything is read and checked first: when it raises `StateError`, the cache is what it was. A sequence goes to
-        an empty cell, or, if there is none, to its own. With `FLAG_ON_DEVICE`, for one sequence only, `reader` puts the
-        rows in place itself; if it fails in the middle and the cell was the sequence's own, the sequence is lost.
+        `reader` has ``read(n_bytes)``, as a binary file has, or is memory that holds the state and nothing else. A
+        sequence goes to an empty cell, or, if there is none, to its own; the whole cache to cells 0, 1, ...
+
+        All is read and checked before anything changes: when it raises `StateError`, the cache is what it was. Only
+        rows of cells that hold no state may have changed, where `reader` takes rows from its stream to their places
+        itself (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked; should that fail,
+        what was to be restored is lost.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
-            if flags & FLAG_ON_DEVICE:
-                if seq_id == SEQ_ANY or not hasattr(reader, "read_rows"):
-                    raise Unsupported("states on a device are of one sequence, and need a reader of rows")
-                cells, image = read_cells(reader, table, seq_id), None
+            source, on_device = reader_from(reader), bool(flags & FLAG_ON_DEVICE)
+            if on_device and not hasattr(source, "read_rows"):
+                raise Unsupported("states on a device need a reader of rows")
+            cells = read_cells(source, table, seq_id)
+            cell_ids, restore = self._room(cells, seq_id)
+            fill: Callable[[], None]
+            if on_device:
+                columns: list[Column] = []
+                read_columns(source, self.spec, columns.append)
+                fill = partial(self._read_rows, source, columns, cell_ids)
+            elif getattr(source, "streams_rows", False) and not any(table.cell(c).seq_ids for c in cell_ids):
+                fill = partial(read_columns, source, self.spec, partial(self._read_row, source, cell_ids))
             else:
-                image = read_state(reader, table, self.spec, seq_id)
-                cells = image.cells
-            if seq_id == SEQ_ANY and image is not None:
-                self._restore_all(image, buffers)
-            elif cells:
-                self._restore_one(cells[0], image, reader, buffers)
-            else:
-                if image is None:
-                    read_columns(reader, self.spec, lambda column: None)
-                table.seq_rm(seq_id, -1, -1)
-                self._replaced(seq_id)
-                self._changed()
-
-    def _restore_all(self, image: StateImage, buffers: StateBuffers) -> None:
-        room = self.table.room_for_states()
-        while len(room) < len(image.cells) and self._kept is not None and self._kept.evict(self.table):
-            room = self.table.room_for_states()
-        # rows are written over live ones: if a device fails in the middle, no state can be trusted
-        try:
-            for i in range(len(image.cells)):
-                self._set_rows(image, buffers, i, room[i])
-        except BaseException:
-            self.table.drop_sequences()
-            self._replaced()
+                fill = partial(self._set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
+            if isinstance(source, MemoryReader):
+                source.check_end()
+            try:
+                fill()
+            except BaseException:
+                lost = [c for c in cell_ids if table.cell(c).seq_ids]  # written over in part
+                if lost:
+                    table.drop_cells(lost)
+                    self._replaced(seq_id)
+                    self._publish(None)
+                raise
+            restore()
+            self._replaced(seq_id)
             self._publish(None)
-            raise
-        self.table.restore(image.cells)
-        self._replaced()
-        self._publish(None)
 
-    def _replaced(self, seq_id: int = SEQ_ANY) -> None:
+    def _replaced(self, seq_id: int) -> None:
         """The state of a sequence, or of all, has come from elsewhere."""
         for each in range(self.table.n_seq_max) if seq_id == SEQ_ANY else (seq_id,):
             self._lost.discard(each)
@@ -790,46 +794,81 @@ class RecurrentCache:
                 empty = self.table.tail(each) == CELL_NONE
                 (self._kept.emptied if empty else self._kept.forget)(self.table, each)
 
-    def _restore_one(
-        self, cell: CellImage, image: StateImage | None, reader: Reader | DeviceReader, buffers: StateBuffers
+    def save(
+        self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY, tokens: Tokens | Sequence[int] | None = None
     ) -> None:
-        (seq_id,) = cell.seq_ids
-        step = UBatch.single(seq_id, cell.pos)
+        """Saves the state of one sequence, or of the whole cache, in a file of our own (see `state_file`).
+
+        `tokens` are kept with it: those of the sequence, or by sequence, ``{seq_id: [token, ...]}``. The file replaces
+        an older one when it is complete and on the disk; a save that fails or is killed leaves the old one. Raises
+        `SeqIdError`, `InvalidArgument` for tokens that cannot be, `Unsupported` without buffers, `OSError`.
+        """
+        with self._lock:
+            table, buffers = self._open(), self._with_buffers()
+            size = self.state_size(seq_id)
+            saved = [seq for seq, pos in enumerate(table.positions()) if pos >= 0 and seq_id in (SEQ_ANY, seq)]
+            header = Header(spec_fields(self.spec), seq_id, size, checked_tokens(tokens, seq_id, saved))
+            with Saving(path, header) as file:
+                write_state(writer_to(file, buffers, size), table, self.spec, seq_id)
+
+    def load(self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY) -> dict[int, list[int]]:
+        """Restores what `save` wrote; returns the tokens that were saved with it, by sequence.
+
+        A file of one sequence goes to `seq_id`, any one; a file of a whole cache is loaded without it, and may be of a
+        larger or smaller cache if the states in it fit. Raises `StateError`, with nothing changed, for a file that is
+        not whole, not intact, of another model (naming the fields), or does not fit; and `InvalidArgument`, `OSError`.
+        """
+        with self._lock, open(path, "rb", buffering=0) as file:
+            table = self._open()
+            header = read_header(file)
+            check_spec(header, self.spec)
+            if (header.seq_id == SEQ_ANY) != (seq_id == SEQ_ANY):
+                holds = "a whole cache" if header.seq_id == SEQ_ANY else f"sequence {header.seq_id} alone"
+                how = "without a seq_id" if header.seq_id == SEQ_ANY else "with the seq_id that is to have it"
+                raise InvalidArgument(f"the file holds {holds}: load it {how}")
+            self.state_read(read_payload(file, header, most_bytes(table, self.spec, seq_id)), seq_id)
+            whole = header.seq_id == SEQ_ANY
+            return {saved if whole else seq_id: list(ids) for saved, ids in header.tokens.items()}
+
+    def _room(self, cells: tuple[CellImage, ...], seq_id: int) -> tuple[list[int], Callable[[], object]]:
+        """Where the states of `cells` are to go, and what changes the table when their rows are there."""
+        if seq_id == SEQ_ANY:
+            room = self.table.room_for_states()
+            if len(room) < len(cells) and self._kept is not None and self._kept.evict(self.table):
+                return self._room(cells, seq_id)
+            if len(room) < len(cells):
+                raise StateError(f"{len(cells)} states do not fit into {len(room)} cells")
+            return room[: len(cells)], partial(self.table.restore, cells)
+        if not cells:
+            return [], partial(self.table.seq_rm, seq_id, -1, -1)
         after = self.table.copy()
         after.seq_rm(seq_id, -1, -1)
-        plans = plan_slots(after, (step,), self.placement)
-        while plans is None and self._kept is not None and self._kept.evict(self.table):
-            after = self.table.copy()
-            after.seq_rm(seq_id, -1, -1)
-            plans = plan_slots(after, (step,), self.placement)
+        plans = plan_slots(after, (UBatch.single(seq_id, cells[0].pos),), self.placement)
+        if plans is None and self._kept is not None and self._kept.evict(self.table):
+            return self._room(cells, seq_id)
         if plans is None:
             raise StateError(f"all {after.size} cells are taken, there is no room for sequence {seq_id}")
         (plan,) = plans
-        own = plan.head == self.table.tail(seq_id)
-        try:
-            if image is not None:
-                self._set_rows(image, buffers, 0, plan.head)
-            else:
-                read_columns(reader, self.spec, partial(self._read_row, reader, plan.head))
-        except BaseException:
-            if own:  # its old state is written over in part
-                self.table.seq_rm(seq_id, -1, -1)
-                self._replaced(seq_id)
-                self._changed()
-            raise
-        commit(after, plan)
-        self.table = after
-        self._replaced(seq_id)
-        self._publish(None)
 
-    def _read_row(self, reader: Any, cell_id: int, column: Column) -> None:
-        if column.row_bytes:
-            reader.read_rows(column.which, column.il, cell_id, 1)
+        def restore() -> None:
+            commit(after, plan)
+            self.table = after
 
-    def _set_rows(self, image: StateImage, buffers: StateBuffers, i: int, cell_id: int) -> None:
+        return [plan.head], restore
+
+    def _read_rows(self, reader: Any, columns: Sequence[Column], cell_ids: Sequence[int]) -> None:
+        for column in columns:
+            self._read_row(reader, cell_ids, column)
+
+    def _read_row(self, reader: Any, cell_ids: Sequence[int], column: Column) -> None:
+        for _, first, n_rows in runs_of(cell_ids) if column.row_bytes else ():
+            reader.read_rows(column.which, column.il, first, n_rows)
+
+    def _set_rows(self, image: StateImage, buffers: StateBuffers, cell_ids: Sequence[int]) -> None:
+        runs = list(runs_of(cell_ids))
         for column in columns_of(self.spec):
-            if column.row_bytes:
-                buffers.set_row(column.which, column.il, cell_id, image.row(column, i))
+            for i, first, n_rows in runs if column.row_bytes else ():
+                buffers.set_rows(column.which, column.il, first, n_rows, image.cell_rows(column, i, n_rows))
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:

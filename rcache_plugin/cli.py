@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from .cells import CellTable
     from .hosts.mamba import MambaContext, MambaModel
     from .hosts.tokenizer import StreamDecoder
+    from .state_inspect import Report
     from .table_client import TableClient
 
 EXIT_ERROR = 2
 """Exit code of an error that was reported in one line; argparse uses the same."""
+EXIT_NOT_INTACT = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -106,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_argument("--ggml", type=Path, metavar="PATH", help="ggml library, or the folder it is in")
     devices.add_argument("--rpc", action="append", default=[], metavar="HOST:PORT", help="add an RPC server's device")
     devices.add_argument("--json", action="store_true", help="print a JSON list")
+
+    inspect = commands.add_parser("inspect", help="show what is in a state file", description=_inspect.__doc__)
+    inspect.set_defaults(command=_inspect)
+    inspect.add_argument("file", type=Path, metavar="FILE", help="of this package or of llama.cpp")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object")
 
     build = commands.add_parser("build-llama", help="build the llama-cpp-python adapter", description=_build.__doc__)
     build.set_defaults(command=_build)
@@ -208,6 +216,70 @@ def _devices(args: argparse.Namespace) -> int:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / 2**20:.0f} MiB"
+
+
+# --- rcache inspect ---
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    """Show what is in a state file: sequences, positions, tokens, tensors, and whether it is intact (exit code 1: it is
+    not, or that can't be told)."""
+    from .state_inspect import inspect
+
+    report = inspect(args.file)
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        _show_report(report)
+    return 0 if report.intact else EXIT_NOT_INTACT
+
+
+def _show_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    for name, value in _facts(report):
+        console.print(f"{name:<13}{value}", soft_wrap=True)
+    sequences = report.sequences()
+    if sequences:
+        table = Table("sequence", "part", "cells", "positions", "tokens")
+        for row in sequences:
+            span = str(row.pos_max) if row.n_cells == 1 else f"{row.pos_min} .. {row.pos_max}"
+            seq_id = "not told" if row.seq_id is None else str(row.seq_id)
+            table.add_row(seq_id, row.part, str(row.n_cells), span, "" if row.n_tokens is None else str(row.n_tokens))
+        console.print(table)
+    if report.parts:
+        table = Table("part", "tensors", "type", "bytes of a cell in one", "bytes in all")
+        for part in report.parts:
+            for column, n in Counter(part.columns).items():
+                n_bytes = n * column.row_bytes * len(part.cells)
+                table.add_row(part.kind, f"{n} x {column.which}", column.type, str(column.row_bytes), str(n_bytes))
+        console.print(table)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    version = "" if report.version is None else f", version {report.version}"
+    yield "file", f"{report.path}: {report.kind}{version}, {report.n_bytes} bytes"
+    checked = "its checksum is right" if report.checksum else "it reads to the last byte; the format has no checksum"
+    yield "intact", {True: f"yes, {checked}", False: "NO", None: "can't be told"}[report.intact]
+    if report.seq_id is not None:
+        yield "holds", f"sequence {report.seq_id}"
+    elif not report.problems:
+        yield "holds", "one sequence" if report.single else "all sequences"
+    if report.architecture is not None:
+        yield "model", report.architecture
+    for part in report.parts:
+        layers = "" if part.n_layer is None else f", {part.n_layer} layers"
+        streams = f", {part.n_streams} streams" if part.n_streams > 1 else ""
+        yield part.kind, f"{len(part.cells)} cells{layers}{streams}, {part.n_bytes} bytes"
+    if report.fingerprint is not None:
+        yield "fingerprint", report.fingerprint
+    for seq, ids in report.tokens.items():
+        of = "tokens" if seq == "prompt" else f"tokens of {seq}"
+        yield of, f"{len(ids)}: {' '.join(map(str, ids[:8]))}{' ...' if len(ids) > 8 else ''}"
+    for problem in report.problems:
+        yield "problem", problem
 
 
 # --- rcache run ---

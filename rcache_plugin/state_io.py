@@ -13,15 +13,23 @@ Reading gives a value, `StateImage`; nothing is changed before all of it has bee
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 from .cells import CellTable
-from .errors import StateError
+from .errors import InvalidArgument, StateError
 from .spec import CacheSpec, StateType, Which
 from .ubatch import POS_MAX, SEQ_ANY
+
+Bytes = bytes | bytearray | memoryview
+"""What rows travel in. A view is of the moment: who takes one reads it before returning."""
+
+FLAG_ON_DEVICE = 2
+"""``LLAMA_STATE_SEQ_FLAGS_ON_DEVICE``: rows go from and to the tensors, by `Writer.write_rows` and `read_rows`."""
 
 
 class Writer(Protocol):
@@ -34,25 +42,38 @@ class Writer(Protocol):
         """Takes rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which` ("r", "s" or "p")."""
 
 
-FLAG_ON_DEVICE = 2
-"""``LLAMA_STATE_SEQ_FLAGS_ON_DEVICE``: rows go from and to the tensors, by `Writer.write_rows` and `read_rows`."""
+class Reader(Protocol):
+    """Gives the bytes of a state in order."""
+
+    def read(self, n_bytes: int) -> Bytes:
+        """The next `n_bytes`. May give fewer; none, or an exception, is the end."""
 
 
 class DeviceReader(Protocol):
-    """A `Reader` that puts rows where they belong, without their passing through here."""
+    """A `Reader` that puts rows where they belong, without their passing through here.
 
-    def read(self, n_bytes: int) -> bytes:
+    One whose `read_rows` takes the rows from the stream, where they stand, says so with an attribute
+    ``streams_rows = True``. It is then asked for rows without `FLAG_ON_DEVICE` too, if the cells are free.
+    """
+
+    def read(self, n_bytes: int) -> Bytes:
         """As `Reader.read`."""
 
     def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
         """Puts the next rows to rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which`."""
 
 
-class Reader(Protocol):
-    """Gives the bytes of a state in order."""
+class RowSource(Protocol):
+    """Where rows are; `StateBuffers` is one."""
 
-    def read(self, n_bytes: int) -> bytes:
-        """The next `n_bytes`. May give fewer, or raise, at the end."""
+    def get_rows(self, which: Which, il: int, first: int, n_rows: int) -> bytes:
+        """A copy of rows, [n_rows * row_bytes]."""
+
+    def borrow_rows(self, which: Which, il: int, first: int, n_rows: int) -> memoryview:
+        """As `get_rows`, without the copy where the rows can be seen in place."""
+
+    def copy_rows_to(self, which: Which, il: int, first: int, n_rows: int, out: memoryview) -> int:
+        """Copies rows to the beginning of `out`; returns how many bytes that were."""
 
 
 class CellImage(NamedTuple):
@@ -77,22 +98,27 @@ class StateImage:
     """A whole state in memory: what `read_state` found, every field of it checked."""
 
     cells: tuple[CellImage, ...]
-    rows: dict[tuple[Which, int], bytes]
+    rows: dict[tuple[Which, int], Bytes]
     """By (which, layer): the rows of the cells, one after the other."""
 
-    def row(self, column: Column, i: int) -> bytes:
-        """Row of the i-th cell."""
-        return self.rows[column.which, column.il][i * column.row_bytes : (i + 1) * column.row_bytes]
+    def cell_rows(self, column: Column, i: int, n_rows: int = 1) -> Bytes:
+        """Rows of the i-th cell and those that follow, [n_rows * row_bytes]."""
+        rows = self.rows[column.which, column.il]
+        if n_rows == len(self.cells):
+            return rows
+        return rows[i * column.row_bytes : (i + n_rows) * column.row_bytes]
 
 
-def columns_of(spec: CacheSpec) -> Iterator[Column]:
+@lru_cache(maxsize=64)
+def columns_of(spec: CacheSpec) -> tuple[Column, ...]:
     """The tensors in the order of the format. A layer with a state has both r and s there, if need be without bytes."""
+    columns = []
     for il in spec.layers:
-        yield Column("r", il, spec.type_r, spec.r_row_bytes(il))
+        columns.append(Column("r", il, spec.type_r, spec.r_row_bytes(il)))
         if spec.n_embd("p", il):
-            yield Column("p", il, None, spec.p_row_bytes(il))
-    for il in spec.layers:
-        yield Column("s", il, spec.type_s, spec.s_row_bytes(il))
+            columns.append(Column("p", il, None, spec.p_row_bytes(il)))
+    columns += [Column("s", il, spec.type_s, spec.s_row_bytes(il)) for il in spec.layers]
+    return tuple(columns)
 
 
 def cells_of(table: CellTable, seq_id: int) -> list[int]:
@@ -106,6 +132,21 @@ def cells_of(table: CellTable, seq_id: int) -> list[int]:
     return [cell_id] if cell_id >= 0 else []
 
 
+def state_bytes(table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> int:
+    """Bytes that `write_state` writes, rows included. Raises `SeqIdError`."""
+    cells = cells_of(table, seq_id)
+    n_ids = sum(len(table.cell(cell_id).seq_ids) for cell_id in cells) if seq_id == SEQ_ANY else 0
+    columns = sum(len(_column_header(column)) + len(cells) * column.row_bytes for column in columns_of(spec))
+    return 4 + 8 * len(cells) + 4 * n_ids + 8 + columns
+
+
+def most_bytes(table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> int:
+    """Bytes of the largest state that `table` could take."""
+    n_cells, n_ids = (table.size, table.n_seq_max) if seq_id == SEQ_ANY else (1, 0)
+    columns = sum(len(_column_header(column)) + n_cells * column.row_bytes for column in columns_of(spec))
+    return 4 + 8 * n_cells + 4 * n_ids + 8 + columns
+
+
 def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> None:
     """Writes the state of one sequence, or of all. Raises `SeqIdError` before anything is written."""
     cells = cells_of(table, seq_id)
@@ -116,10 +157,10 @@ def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int =
         header.append(struct.pack(f"<iI{len(ids)}i", cell.pos, len(ids), *ids))
     header.append(struct.pack("<II", 0, spec.n_layer))
     writer.write(b"".join(header))
-    runs = list(_runs([table.row_of(cell_id) for cell_id in cells]))
+    runs = list(runs_of([table.row_of(cell_id) for cell_id in cells]))
     for column in columns_of(spec):
         writer.write(_column_header(column))
-        for first, n_rows in runs if column.row_bytes else ():
+        for _, first, n_rows in runs if column.row_bytes else ():
             writer.write_rows(column.which, column.il, first, n_rows)
 
 
@@ -129,8 +170,12 @@ def read_state(reader: Reader, table: CellTable, spec: CacheSpec, seq_id: int = 
     Memory is bounded by what the table's cells hold. Raises `StateError` naming the field, what was expected and what
     was found, and `SeqIdError`.
     """
-    cells = read_cells(reader, table, seq_id)
-    rows: dict[tuple[Which, int], bytes] = {}
+    return read_rows(reader, spec, read_cells(reader, table, seq_id))
+
+
+def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> StateImage:
+    """The second part of a state with its rows, in memory. Raises as `read_state`."""
+    rows: dict[tuple[Which, int], Bytes] = {}
 
     def take(column: Column) -> None:
         n_bytes = len(cells) * column.row_bytes
@@ -160,16 +205,23 @@ def read_columns(reader: Reader, spec: CacheSpec, take: Callable[[Column], None]
     _expect("s_trans", _number(reader, "<I", "s_trans"), 0)
     _expect("layer count", _number(reader, "<I", "layer count"), spec.n_layer)
     for column in columns_of(spec):
-        where = f"layer {column.il}, {column.which}"
-        if column.state_type is not None:
-            _expect(f"type of {where}", _number(reader, "<i", f"type of {where}"), column.state_type.type_id)
-        _expect(f"row bytes of {where}", _number(reader, "<Q", f"row bytes of {where}"), column.row_bytes)
+        expected = _column_header(column)
+        found = _exactly(reader, len(expected), f"type and row bytes of layer {column.il}, {column.which}")
+        if found != expected:
+            _refuse_header(column, found)
         take(column)
 
 
 def _column_header(column: Column) -> bytes:
     type_field = b"" if column.state_type is None else struct.pack("<i", column.state_type.type_id)
     return type_field + struct.pack("<Q", column.row_bytes)
+
+
+def _refuse_header(column: Column, found: Bytes) -> None:
+    where = f"layer {column.il}, {column.which}"
+    if column.state_type is not None:
+        _expect(f"type of {where}", struct.unpack("<i", found[:4])[0], column.state_type.type_id)
+    _expect(f"row bytes of {where}", struct.unpack("<Q", found[-8:])[0], column.row_bytes)
 
 
 def _read_cell(reader: Reader, i: int, table: CellTable, seq_id: int, seen: dict[int, int]) -> CellImage:
@@ -192,10 +244,17 @@ def _read_cell(reader: Reader, i: int, table: CellTable, seq_id: int, seen: dict
     return CellImage(pos, tuple(sorted(ids)))
 
 
-def _exactly(reader: Reader, n_bytes: int, what: str) -> bytes:
+def _exactly(reader: Reader, n_bytes: int, what: str) -> Bytes:
     data = reader.read(n_bytes) if n_bytes else b""
-    if len(data) != n_bytes:
-        raise StateError(f"{what}: the state ends after {len(data)} of {n_bytes} bytes")
+    if len(data) < n_bytes:  # a raw file or a pipe gives what it has
+        data = bytearray(data)
+        while len(data) < n_bytes:
+            more = reader.read(n_bytes - len(data))
+            if not more:
+                raise StateError(f"{what}: the state ends after {len(data)} of {n_bytes} bytes")
+            data += more
+    if len(data) > n_bytes:
+        raise StateError(f"{what}: the reader gave {len(data)} bytes for {n_bytes}")
     return data
 
 
@@ -209,10 +268,100 @@ def _expect(what: str, found: int, expected: int) -> None:
         raise StateError(f"{what}: expected {expected}, found {found}")
 
 
-def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, length) of consecutive rows."""
+def runs_of(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index of the first, first, length) of consecutive numbers among `rows`."""
     first = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
-            yield rows[first], i - first
+            yield first, rows[first], i - first
             first = i
+
+
+# --- places that states go to and come from ---
+
+
+def writer_to(target: Any, rows: RowSource, n_bytes: int) -> Writer:
+    """A `Writer` to `target`, which is one already, has ``write(bytes)``, or is memory of at least `n_bytes` bytes.
+
+    Raises `InvalidArgument`, with nothing written, for memory that is too small or cannot be written.
+    """
+    if hasattr(target, "write_rows"):
+        writer: Writer = target
+        return writer
+    if hasattr(target, "write"):
+        return _StreamWriter(target, rows)
+    return _MemoryWriter(target, rows, n_bytes)
+
+
+def reader_from(source: Any) -> Any:
+    """A `Reader` of `source`, which is one already or memory that holds a state and nothing else.
+
+    Raises `InvalidArgument`.
+    """
+    return source if hasattr(source, "read") else MemoryReader(source)
+
+
+class MemoryReader:
+    """A `Reader` of memory. It gives views, so rows are copied once, to their place."""
+
+    def __init__(self, data: Any) -> None:
+        try:
+            self._data = memoryview(data).cast("B")
+        except TypeError as error:
+            raise InvalidArgument(f"a state is read from a binary file or contiguous memory: {error}") from error
+        self._at = 0
+
+    def read(self, n_bytes: int) -> memoryview:
+        """The next `n_bytes`, or what is left."""
+        start = self._at
+        self._at = min(start + n_bytes, len(self._data))
+        return self._data[start : self._at]
+
+    def check_end(self) -> None:
+        """Raises `StateError` when something follows the state."""
+        if self._at != len(self._data):
+            raise StateError(f"length: the state ends after {self._at} bytes, {len(self._data)} were given")
+
+
+class _StreamWriter:
+    """Rows as bytes, in order, to whatever takes bytes."""
+
+    def __init__(self, target: Any, rows: RowSource) -> None:
+        self._raw = isinstance(target, io.RawIOBase)
+        # Of Python's own files it is known that they do not keep what they are given.
+        borrows = getattr(target, "borrows", False) or isinstance(target, io.IOBase)
+        self._rows = rows.borrow_rows if borrows else rows.get_rows
+        self._write = target.write
+
+    def write(self, data: Bytes) -> None:
+        written = self._write(data)
+        while self._raw and written != len(data):  # takes as much as the system likes to
+            if not written:
+                raise StateError(f"write of {len(data)} bytes: the file took none")
+            data = memoryview(data)[written:]
+            written = self._write(data)
+
+    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
+        self.write(self._rows(which, il, first, n_rows))
+
+
+class _MemoryWriter:
+    """Rows straight from their place to memory."""
+
+    def __init__(self, target: Any, rows: RowSource, n_bytes: int) -> None:
+        try:
+            self._out = memoryview(target).cast("B")
+        except TypeError as error:
+            raise InvalidArgument(f"a state is written to a binary file or contiguous memory: {error}") from error
+        if self._out.readonly or len(self._out) < n_bytes:
+            has = "cannot be written" if self._out.readonly else f"has {len(self._out)} bytes"
+            raise InvalidArgument(f"the state takes {n_bytes} bytes, the memory {has}")
+        self._rows = rows
+        self._at = 0
+
+    def write(self, data: bytes) -> None:
+        self._out[self._at : self._at + len(data)] = data
+        self._at += len(data)
+
+    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
+        self._at += self._rows.copy_rows_to(which, il, first, n_rows, self._out[self._at :])

@@ -24,6 +24,7 @@ from .cache import RecurrentCache
 from .errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
 from .slots import CLASSIC, COMPACT, SlotPlan
 from .spec import CacheSpec, Which
+from .state_io import Bytes, columns_of
 from .ubatch import POS_NONE, SEQ_ANY, Int32Array, UBatch
 
 log = logging.getLogger(__name__)
@@ -326,36 +327,43 @@ class _CStream:
             raise InvalidArgument(f"rcache_io is NULL, its struct_size is not set, or it has no {needed}")
         self._io = io
         self._cache = table.cache
+        self._row_bytes = {(column.which, column.il): column.row_bytes for column in columns_of(table.cache.spec)}
+        self.streams_rows: bool = io.read_tensor != ffi.NULL
 
     def _check(self, status: int, what: str) -> None:
         if status != Status.OK:
             raise StateError(f"the host's {what} failed with status {status}")
 
-    def read(self, n_bytes: int) -> bytes:
-        data = ffi.new("char[]", n_bytes)
-        self._check(self._io.read(self._io.user, data, n_bytes), f"read of {n_bytes} bytes")
-        return bytes(ffi.buffer(data))
+    def read(self, n_bytes: int) -> memoryview:
+        data = np.empty(n_bytes, dtype=np.uint8).data  # is written over, so it need not be zeroed before
+        status = self._io.read(self._io.user, ffi.from_buffer(data), n_bytes)
+        if status != Status.OK:
+            self._check(status, f"read of {n_bytes} bytes")
+        return data
 
-    def write(self, data: bytes) -> None:
-        self._check(self._io.write(self._io.user, ffi.from_buffer(data), len(data)), f"write of {len(data)} bytes")
+    def write(self, data: Bytes) -> None:
+        status = self._io.write(self._io.user, ffi.from_buffer(data), len(data))
+        if status != Status.OK:
+            self._check(status, f"write of {len(data)} bytes")
 
     def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         buffers = self._cache.buffers
         if self._io.write_tensor == ffi.NULL and buffers is not None:
-            for cell_id in range(first, first + n_rows):
-                self.write(buffers.get_row(which, il, cell_id))
+            self.write(buffers.borrow_rows(which, il, first, n_rows))
             return
         status = self._io.write_tensor(*self._rows(which, il, first, n_rows))
-        self._check(status, f"write of {n_rows} rows of layer {il}, {which}")
+        if status != Status.OK:
+            self._check(status, f"write of {n_rows} rows of layer {il}, {which}")
 
     def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         if self._io.read_tensor == ffi.NULL:
             raise InvalidArgument("rcache_io has no read_tensor")
         status = self._io.read_tensor(*self._rows(which, il, first, n_rows))
-        self._check(status, f"read of {n_rows} rows of layer {il}, {which}")
+        if status != Status.OK:
+            self._check(status, f"read of {n_rows} rows of layer {il}, {which}")
 
     def _rows(self, which: Which, il: int, first: int, n_rows: int) -> tuple[Any, ...]:
-        row_bytes = self._cache.spec.row_bytes(which, il)
+        row_bytes = self._row_bytes[which, il]
         tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
         return self._io.user, tensor, first * row_bytes, n_rows * row_bytes
 

@@ -22,6 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "slots": {"errors", "ubatch", "cells"},
     "tree": {"errors"},
     "state_io": {"errors", "ubatch", "spec", "cells"},
+    "state_file": {"errors", "ubatch", "spec", "cells", "state_io"},
+    "state_inspect": {"errors", "ubatch", "spec", "state_io", "state_file"},
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
     "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
@@ -29,13 +31,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": {"errors", "ubatch"},
     "checkpoint": {"errors", "ubatch", "cells", "history", "tree"},
     "cache": {
-        "errors", "ubatch", "spec", "cells", "slots", "history", "checkpoint", "state_io", "ggml_lib", "buffers",
+        "errors", "ubatch", "spec", "cells", "slots", "history", "checkpoint", "state_io", "state_file", "ggml_lib",
+        "buffers",
     },
-    "vtable": {"errors", "ubatch", "spec", "slots", "ggml_lib", "cache", "_rcache"},
+    "vtable": {"errors", "ubatch", "spec", "slots", "state_io", "ggml_lib", "cache", "_rcache"},
     "table_client": {"errors", "ubatch", "vtable", "_rcache"},
 }
 METADATA = {
-    "errors", "ubatch", "batch", "spec", "cells", "slots", "history", "tree", "checkpoint", "state_io",
+    "errors", "ubatch", "batch", "spec", "cells", "slots", "history", "tree", "checkpoint", "state_io", "state_file",
+    "state_inspect",
 }
 EDGE = {"__init__", "__main__", "cli"}
 FOREIGN_OF_METADATA = {"cffi", "_cffi_backend", "ctypes", "ggml", "llama_cpp", "gguf", "tokenizers", "rich"}

@@ -110,7 +110,9 @@ struct rcache_io {
     void * user;                   /* first argument of each call */
     int32_t (*write)(void * user, const void * src, uint64_t n_bytes);
     int32_t (*read)(void * user, void * dst, uint64_t n_bytes);
-    /* (optional) NULL: the cache copies through host memory and calls write / read */
+    /* (optional) NULL: the cache copies through host memory and calls write / read. Each stands for the same bytes of the
+     * stream, which go from or to the tensor instead. read_tensor is called before all of a state has been checked only
+     * where the rows hold no state; if the state then turns out to be wrong, nothing refers to them. */
     int32_t (*write_tensor)(void * user, void * tensor, uint64_t offset, uint64_t n_bytes);
     int32_t (*read_tensor)(void * user, void * tensor, uint64_t offset, uint64_t n_bytes);
 };
@@ -165,8 +167,9 @@ struct rcache_vtable {
     int32_t (*s_tensor)(void * user, int32_t il, void ** tensor);
     int32_t (*p_tensor)(void * user, int32_t il, void ** tensor);
 
-    /* seq_id < 0: the whole cache. flags: llama.cpp's; with 2 (on device, one sequence) rows pass through write_tensor
-     * and read_tensor only. */
+    /* seq_id < 0: the whole cache. flags: llama.cpp's; with 2 (on device) rows pass through write_tensor and read_tensor
+     * only and are no part of the stream, and reading calls read_tensor after the whole stream has been checked. On
+     * failure the cache is what it was. */
     int32_t (*state_write)(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
     int32_t (*state_read)(void * user, const struct rcache_io * io, int32_t seq_id, uint32_t flags);
 
