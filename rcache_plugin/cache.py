@@ -185,7 +185,7 @@ class RecurrentCache:
         """
         with self._lock:
             self._prepared.clear()
-            plans = plan_slots(self._open(), ubatches, self.placement)
+            plans = plan_slots(self._open(), ubatches, self.placement, self._can_move)
             if plans is None:
                 return False
             self._prepared.extend(zip(ubatches, plans, strict=True))
@@ -195,18 +195,28 @@ class RecurrentCache:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
-        sequence starts from it. Raises `SeqIdError` for an id that cannot be.
+        sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
+        in the step may be moved here, see `SlotPlan.moves`; they belong to the cache, so no graph may be at work on
+        them. Raises `SeqIdError` for an id that cannot be.
         """
         with self._lock:
             plan = self._take_prepared(ubatch)
             if plan is None:
-                plans = plan_slots(self._open(), (ubatch,), self.placement)
+                plans = plan_slots(self._open(), (ubatch,), self.placement, self._can_move)
                 if plans is None:
                     return None
                 (plan,) = plans
-            if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
-                self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
-            commit(self.table, plan)
+            try:
+                if plan.moves:
+                    self._with_buffers().move_rows(plan.moves)  # before the clearing, which may be of a row moved from
+                if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
+                    self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
+                commit(self.table, plan)
+            except BaseException:
+                if plan.moves and self.table.epoch == plan.epoch:  # interrupted: who is in which row is not known
+                    self.table.drop_cells(cell_id for move in plan.moves for cell_id in move[:2])
+                    self._publish(None)
+                raise
             try:
                 self._publish(plan)
             except BaseException:  # a host that can't read the plan can't compute on the slot
@@ -214,6 +224,11 @@ class RecurrentCache:
                 self._publish(None)
                 raise
             return plan
+
+    @property
+    def _can_move(self) -> bool:
+        """Whether rows can be moved between graphs for little: in host memory, where a copy is done when it returns."""
+        return self.buffers is not None and self.buffers.on_host
 
     def _publish(self, plan: SlotPlan | None) -> None:
         self._plan = plan

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_io": {"errors", "ubatch", "spec", "cells"},
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
-    "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
+    "buffers": {"errors", "spec", "_ffi", "ggml_lib", "_rcache"},
     "llama_build": {"errors"},
     "checkpoint": {"errors", "spec", "cells", "buffers"},
     "cache": {"errors", "ubatch", "spec", "cells", "slots", "tree", "state_io", "ggml_lib", "buffers", "checkpoint"},
