@@ -443,6 +443,34 @@ const struct rcache_factory * rcache_factory_new(uint64_t key) {
     return &node->factory;
 }
 
+static void swap_bytes(char * a, char * b, size_t n_bytes) {
+    char piece[4096];
+    while (n_bytes > 0) {
+        const size_t n = n_bytes < sizeof(piece) ? n_bytes : sizeof(piece);
+        memcpy(piece, a, n);
+        memcpy(a, b, n);
+        memcpy(b, piece, n);
+        a += n;
+        b += n;
+        n_bytes -= n;
+    }
+}
+
+void rcache_move_rows(char * const * data, const uint64_t * row_bytes, uint32_t n_tensors, const int32_t * moves,
+                      uint32_t n_moves) {
+    for (uint32_t t = 0; t < n_tensors; t++) {
+        for (uint32_t i = 0; i < n_moves; i++) {
+            char * const a = data[t] + (uint64_t) moves[3 * i] * row_bytes[t];
+            char * const b = data[t] + (uint64_t) moves[3 * i + 1] * row_bytes[t];
+            if (moves[3 * i + 2]) {
+                swap_bytes(a, b, row_bytes[t]);
+            } else {
+                memcpy(b, a, row_bytes[t]);
+            }
+        }
+    }
+}
+
 int32_t rcache_ubatch_ids(const struct rcache_ubatch * ubatch, int32_t * ids) {
     int32_t single = 1;
     for (uint32_t s = 0; s < ubatch->n_seqs; s++) {

@@ -26,6 +26,11 @@ void rcache_factory_set_error(const char * text);
 /* A factory whose create goes to the Python function known by `key`; lives as long as the process. NULL: no memory. */
 const struct rcache_factory * rcache_factory_new(uint64_t key);
 
+/* Moves rows of tensors in host memory: tensor t has its rows, row_bytes[t] bytes each, at data[t]. A move is three
+ * numbers: row a is copied to row b != a, and if the third is not 0, row b to row a in turn. In the order given. */
+void rcache_move_rows(char * const * data, const uint64_t * row_bytes, uint32_t n_tensors, const int32_t * moves,
+                      uint32_t n_moves);
+
 /* 1: calls go through to Python. 0: they are refused, and this waits up to timeout_ms for those under way. Returns how
  * many were still under way. */
 int32_t rcache_python_alive(int32_t alive, int32_t timeout_ms);

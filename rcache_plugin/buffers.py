@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._rcache import ffi as _c
+from ._rcache import lib as _lib
 from .errors import AllocationError, BackendError, ClosedError, InvalidArgument
 from .ggml_lib import GgmlLib
 from .spec import WHICH, CacheSpec, StateType, Which
@@ -183,6 +185,25 @@ class StateBuffers:
         if src_cell != dst_cell:  # backends assume that the two do not overlap
             for tensor in memory.tensors:
                 memory.copy(tensor, dst_cell, memory, tensor, src_cell, 1)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all rows lie in host memory. Raises `ClosedError`."""
+        return self._alive().on_host
+
+    def move_rows(self, moves: Sequence[tuple[int, int, bool]]) -> None:
+        """Copies row `a` to row `b` for each (a, b, swap), in their order and in every layer; with `swap` row `b` goes
+        to `a` in turn. Rows in host memory only: `InvalidArgument` otherwise, for a cell that there is not, and for a
+        row moved to itself (then nothing has changed). Raises `ClosedError`."""
+        memory = self._alive()
+        flat: list[int] = []
+        for src, dst, swap in moves:
+            flat += self._checked_cell(src), self._checked_cell(dst), swap
+            if src == dst:
+                raise InvalidArgument(f"row {src} can't be moved to itself")
+        if not memory.on_host:
+            raise InvalidArgument("only rows in host memory can be moved; copy these with copy_row")
+        memory.move(flat)
 
     def copy_rows_from(self, other: StateBuffers, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies states from cells of `other` to cells of this one: `pairs` of (source cell, destination cell), in
@@ -363,6 +384,8 @@ class _Memory:
         self._buffers: list[tuple[str, Any, str | None]] = []  # (name of device, buffer, endpoint)
         self.by_layer: dict[Which, dict[int, _Tensor]] = {which: {} for which in WHICH}
         self.tensors: tuple[_Tensor, ...] = ()  # in an order that depends on the spec only
+        self.on_host = True
+        self._places: tuple[Any, Any, int] | None = None  # of all rows, for C
 
     def __del__(self) -> None:
         self.free()
@@ -371,6 +394,7 @@ class _Memory:
         for tensors in self.by_layer.values():
             tensors.clear()
         self.tensors = ()
+        self._places = None
         self._buffers.clear()
         self._stack.close()
 
@@ -410,6 +434,7 @@ class _Memory:
                 endpoint=endpoint,
             )
         self.tensors = tuple(of_which[il] for of_which in self.by_layer.values() for il in sorted(of_which))
+        self.on_host = all(tensor.data is not None for tensor in self.tensors)
 
     def sizes(self, spec: CacheSpec, n_cells: int) -> Sizes:
         by_device: dict[str, int] = {}
@@ -430,6 +455,17 @@ class _Memory:
         # Pieces: a backend may copy what it is given, and RPC's hashes what is longer than 10 MiB.
         for start in range(offset, offset + n_bytes, len(_ZEROS)):
             self.write(tensor, start, _ZEROS[: offset + n_bytes - start])
+
+    def move(self, moves: list[int]) -> None:
+        """(src, dst, swap) after (src, dst, swap), for rows in host memory."""
+        if self._places is None:
+            places = [(tensor.data, tensor.row_bytes) for tensor in self.tensors if tensor.row_bytes]
+            self._places = (
+                _c.new("char *[]", [_c.cast("char *", data) for data, _ in places]),
+                _c.new("uint64_t[]", [n_bytes for _, n_bytes in places]),
+                len(places),
+            )
+        _lib.rcache_move_rows(*self._places, _c.new("int32_t[]", moves), len(moves) // 3)
 
     def read(self, tensor: _Tensor, offset: int, n_bytes: int) -> bytes:
         ffi = self._lib.ffi

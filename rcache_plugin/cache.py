@@ -239,7 +239,7 @@ class RecurrentCache:
     def _find_plans(self, ubatches: Sequence[UBatch]) -> tuple[SlotPlan, ...] | None:
         """The plans of `ubatches`. A checkpoint gives way when there is no room otherwise."""
         while True:
-            plans = plan_slots(self.table, ubatches, self.placement)
+            plans = plan_slots(self.table, ubatches, self.placement, self._can_move)
             if plans is not None or self._kept is None or not self._kept.evict(self.table):
                 return plans
 
@@ -247,7 +247,9 @@ class RecurrentCache:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
-        sequence starts from it. Raises `SeqIdError` for an id that cannot be.
+        sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
+        in the step may be moved here, see `SlotPlan.moves`; they belong to the cache, so no graph may be at work on
+        them. Raises `SeqIdError` for an id that cannot be.
         """
         with self._lock:
             self._open()
@@ -264,9 +266,16 @@ class RecurrentCache:
                 if plans is None:
                     return None
                 (plan,) = plans
-            if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
-                self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
-            commit(self.table, plan)
+            try:
+                if plan.moves:
+                    self._with_buffers().move_rows(plan.moves)  # before the clearing, which may be of a row moved from
+                if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
+                    self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
+                commit(self.table, plan)
+            except BaseException:
+                if plan.moves and self.table.epoch == plan.epoch:  # interrupted: who is in which row is not known
+                    self._drop_cells([cell_id for move in plan.moves for cell_id in move[:2]])
+                raise
             if kept is not None:
                 kept.after_step(ubatch, self._batch, self._replaying)
             if self._lost:
@@ -288,6 +297,11 @@ class RecurrentCache:
                         f"{ubatch.pos[s * ubatch.n_seq_tokens]}: remove it, or go back with seq_rm"
                     )
                 seen.update(ids)
+
+    @property
+    def _can_move(self) -> bool:
+        """Whether rows can be moved between graphs for little: in host memory, where a copy is done when it returns."""
+        return self.buffers is not None and self.buffers.on_host
 
     def _publish(self, plan: SlotPlan | None) -> None:
         self._plan = plan
@@ -343,11 +357,17 @@ class RecurrentCache:
             self._discard(self._plan)
 
     def _discard(self, plan: SlotPlan) -> None:
+        self._lose(lambda: discard(self.table, plan))
+
+    def _drop_cells(self, cell_ids: Sequence[int]) -> None:
+        self._lose(lambda: self.table.drop_cells(cell_ids))
+
+    def _lose(self, drop: Callable[[], None]) -> None:
+        """Has the table drop states; their sequences count as lost, their checkpoints as gone."""
         before = self.table.positions()
-        discard(self.table, plan)
-        self._lost.update(
-            seq_id for seq_id, (was, now) in enumerate(zip(before, self.table.positions(), strict=True)) if was > now
-        )
+        drop()
+        now = self.table.positions()
+        self._lost.update(seq_id for seq_id, pos in enumerate(before) if pos > now[seq_id])
         self._prepared.clear()
         if self._kept is not None:
             self._kept.drop_lost(self.table)
@@ -420,7 +440,7 @@ class RecurrentCache:
             return False
         tokens = history.tokens[:n_tokens]
         if seq_id not in self._lost:
-            kept.leaves(table, seq_id)
+            kept.leaves(table, seq_id, base)
         hold = self._hold(kept, seq_id, base)
         was, whole = history.tokens, history.whole
         self._go_to(kept, seq_id, base)
@@ -676,9 +696,8 @@ class RecurrentCache:
             return self._with_checkpoints().shared(token_array(tokens))
 
     def _switch(self, kept: CheckpointStore, seq_id: int, one: Checkpoint) -> None:
-        kept.leaves(self.table, seq_id)
-        if one.valid:  # leaving may have taken its cell
-            self._go_to(kept, seq_id, one)
+        kept.leaves(self.table, seq_id, one)
+        self._go_to(kept, seq_id, one)
 
     def tokens(self, seq_id: int) -> Int32Array:
         """The tokens that a sequence is known to have read, from position 0 on, int32 [n <= position + 1]; a copy.
@@ -778,9 +797,7 @@ class RecurrentCache:
             except BaseException:
                 lost = [c for c in cell_ids if table.cell(c).seq_ids]  # written over in part
                 if lost:
-                    table.drop_cells(lost)
-                    self._replaced(seq_id)
-                    self._publish(None)
+                    self._drop_cells(lost)
                 raise
             restore()
             self._replaced(seq_id)

@@ -554,9 +554,11 @@ class CellTable:
         for seq_id, (found, kept) in enumerate(zip(tails, self._tail, strict=False)):
             if found != kept:
                 yield f"the tail of sequence {seq_id} is {kept}, but its cell is {found}"
-        for pin in self._free_pins:
-            if self.is_pin(pin):
-                yield f"pin {pin} holds cell {self.pin_cell(pin)} and is free"
+        for pin in range(len(self._tail) - self.n_seq_max):
+            if self.is_pin(pin) == (pin in self._free_pins):
+                yield f"pin {pin} is {'both held and free' if self.is_pin(pin) else 'neither held nor free'}"
+        if len(set(self._free_pins)) != len(self._free_pins):
+            yield f"a pin is free twice: {self._free_pins}"
         for cell_id, (kept, back) in self._snapshots.items():
             if (kept, back) == NO_SNAPSHOTS or not self._owners[cell_id]:
                 yield f"cell {cell_id} with owners {self._owners[cell_id]} has snapshots {kept}, {back} on record"

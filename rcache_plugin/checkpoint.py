@@ -222,12 +222,17 @@ class CheckpointStore:
 
     # making and letting go
 
-    def make(self, table: CellTable, seq_id: int, *, held: bool = False) -> Checkpoint | None:
+    def make(
+        self, table: CellTable, seq_id: int, *, held: bool = False, spare: Checkpoint | None = None
+    ) -> Checkpoint | None:
         """Keeps the state of a sequence as it is. None: it is empty, or every cell is held, which is counted.
 
         A state that is kept already is not kept twice. What the cache keeps by itself must be known by its tokens;
-        `held` ones may be without.
+        `held` ones may be without. `spare` does not give way for it.
         """
+        cell_id = table.tail(seq_id)
+        if cell_id == CELL_NONE:
+            return None
         history = self.histories[seq_id]
         tokens = history.tokens[:] if history.whole else None
         if tokens is not None:
@@ -239,10 +244,7 @@ class CheckpointStore:
                 return known
         if tokens is None and not held:
             return None
-        cell_id = table.tail(seq_id)
-        if cell_id == CELL_NONE:
-            return None
-        if not self._make_room(table, cell_id):
+        if not self._make_room(table, cell_id, spare):
             self.stats.checkpoints_skipped += 1
             return None
         pin = table.pin(seq_id)
@@ -263,18 +265,18 @@ class CheckpointStore:
         own = (each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens == len(tokens))
         return next(own, None)
 
-    def _make_room(self, table: CellTable, cell_id: int) -> bool:
+    def _make_room(self, table: CellTable, cell_id: int, spare: Checkpoint | None) -> bool:
         """Whether `cell_id` can become a checkpoint's; one that gives way for it has gone then."""
         while True:
             cells = {table.pin_cell(pin) for pin in self._all}
             if cell_id in cells or len(cells) < self.n_cells:
                 return True
-            if not self.evict(table, not_held=True, to_make_room="a newer one took its cell"):
+            if not self.evict(table, not_held=True, spare=spare, why="a newer one took its cell"):
                 return False
 
     def evict(
         self, table: CellTable, *, not_held: bool = False, spare: Checkpoint | None = None,
-        to_make_room: str = "a sequence needed its cell",
+        why: str = "a sequence needed its cell",
     ) -> bool:
         """Lets the least useful checkpoint go; False when there is none (with `not_held`, none that is not held).
 
@@ -284,7 +286,7 @@ class CheckpointStore:
         candidates = [each for each in self._all.values() if each is not spare and not (not_held and each.held)]
         if not candidates:
             return False
-        self._end(table, min(candidates, key=self._usefulness), to_make_room)
+        self._end(table, min(candidates, key=self._usefulness), why)
         self.stats.checkpoints_evicted += 1
         return True
 
@@ -381,13 +383,13 @@ class CheckpointStore:
 
     # what happens to sequences
 
-    def leaves(self, table: CellTable, seq_id: int) -> None:
-        """A sequence is about to leave its state: keeps it if that is worth it."""
+    def leaves(self, table: CellTable, seq_id: int, target: Checkpoint | None = None) -> None:
+        """A sequence is about to leave its state, for `target` perhaps: keeps it if that is worth it."""
         history = self.histories[seq_id]
         if self.own_lineage or not history.whole or not history.tokens:
             return  # the other half of a lineage will not come back
         if self.policy.keep_left(len(history.tokens) - history.since):
-            self.make(table, seq_id)
+            self.make(table, seq_id, spare=target)
 
     def cut(self, table: CellTable, seq_id: int, n_tokens: int) -> None:
         """A sequence has gone back to its first `n_tokens` tokens, of what its record says."""

@@ -8,17 +8,22 @@ the first `n_seqs` and writes all of them back::
     read from s_copy[0] s_copy[1]     ...           | ...          s_copy[n-1]
 
 so a state changes its cell by being read from the old row and written to the new one; nothing else is copied.
+
+A caller that can copy rows itself before the graph runs may be asked to (`SlotPlan.moves`): when sequences are
+scattered among others that have no part in a step, it is cheaper to clear a window of n_seqs cells first, by exchanging
+the few bystanders in it for sequences of the step, than to have the graph copy every bystander between them.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .cells import NO_SNAPSHOTS, CellDelta, CellTable, Owners, Snapshots
+from .cells import NO_SNAPSHOTS, CellDelta, CellTable, Owners, Snapshots, iter_bits
 from .errors import InvalidArgument, SeqIdError, StalePlan
 from .ubatch import CELL_NONE, POS_NONE, Float32Array, Int32Array, UBatch
 
@@ -31,6 +36,15 @@ COMPACT = "compact"
 PLACEMENTS = (CLASSIC, COMPACT)
 
 _INT32 = np.dtype(np.int32)
+
+
+class Move(NamedTuple):
+    """A row to be copied to another before the graph runs, in every layer."""
+
+    src: int
+    dst: int
+    swap: bool
+    """Whether what was in `dst` goes to `src` in turn; else `dst` held nothing."""
 
 
 class SlotPlan(NamedTuple):
@@ -55,6 +69,9 @@ class SlotPlan(NamedTuple):
     gaps: tuple[tuple[int, int, int], ...]
     """(seq_id, position before, position after) of sequences whose positions are not consecutive."""
     delta: CellDelta
+    moves: tuple[Move, ...] = ()
+    """Rows to be moved in this order before row `rs_z` is cleared and the plan is committed; all else here holds after
+    that. Empty unless the planner was allowed moves."""
 
     @property
     def s_mask(self) -> Float32Array:
@@ -65,9 +82,12 @@ class SlotPlan(NamedTuple):
 
 
 def plan_slots(
-    table: CellTable, ubatches: Sequence[UBatch], placement: str = CLASSIC
+    table: CellTable, ubatches: Sequence[UBatch], placement: str = CLASSIC, moves: bool = False
 ) -> tuple[SlotPlan, ...] | None:
     """A plan for each ubatch, each made on the table as the plans before it leave it.
+
+    `moves`: the caller carries out `SlotPlan.moves`, so compact placement may ask for them where that copies fewer rows
+    than the graph would. It never does on a table with snapshots (n_rs_seq): there a state is more than its row.
 
     The table is as before when this returns or raises, and in between only with several ubatches: no other thread may
     look at it meanwhile. None when one of them does not fit. Costs grow with the sequences and the slots, not with the
@@ -86,7 +106,7 @@ def plan_slots(
         for ubatch in ubatches:
             if plans:
                 undo.append((table.apply(plans[-1].delta, plans[-1].epoch_after), plans[-1].epoch))
-            plan = _plan(table, ubatch, placement)
+            plan = _plan(table, ubatch, placement, moves and not table.n_rs_seq)
             if plan is None:
                 return None
             plans.append(plan)
@@ -122,14 +142,24 @@ def discard(table: CellTable, plan: SlotPlan) -> None:
     table.drop_cells(rows[lost].tolist())
 
 
-def _plan(table: CellTable, ubatch: UBatch, placement: str) -> SlotPlan | None:
+def _plan(table: CellTable, ubatch: UBatch, placement: str, moves: bool) -> SlotPlan | None:
     plan = _plan_among_own(table, ubatch)
     if plan is not None:
         return plan
     draft = _Draft(table, ubatch)
     draft.free_joining()
-    if placement == COMPACT and draft.place_in_run():
-        return draft.plan(zero_row_always=False)
+    if placement == COMPACT:
+        own = draft.own_cells()
+        usable = own | draft.empty
+        first = _lowest_run(usable, ubatch.n_seqs)
+        if first == CELL_NONE and moves and usable.bit_count() >= ubatch.n_seqs:
+            # Never dearer than classic placement, which reads and writes back each of the k cells that its slot has
+            # besides n_seqs usable ones: of the first n_seqs cells of that slot at most k are bystanders
+            first = _cheapest_window(table.size, own, draft.empty, ubatch.n_seqs)
+            draft.make_room(first, own)
+        if first != CELL_NONE:
+            draft.place_at(first)
+            return draft.plan(zero_row_always=False)
     return draft.plan(zero_row_always=True) if draft.place_classic() else None
 
 
@@ -194,6 +224,7 @@ class _Draft:
         self.src: dict[int, int] = {}
         self.owners: dict[int, Owners] = {}
         self.tails: dict[int, int] = {}
+        self.moves: list[Move] = []
         self.empty = table.empty_mask
         self.first = 0
         self.last = 0
@@ -273,28 +304,50 @@ class _Draft:
             cell_id = self.tail(seq_id)
             if cell_id == dst:
                 continue
-            here, there = self.get(dst), self.get(cell_id)
-            self.set(dst, *there)
-            self.set(cell_id, *here)
-            for owner in here[2]:
-                self.tails[owner] = cell_id
-            for owner in there[2]:
-                self.tails[owner] = dst
+            self.exchange(dst, cell_id, self.get(dst), self.get(cell_id))
+
+    def exchange(
+        self, one: int, other: int, of_one: tuple[int, int, Owners], of_other: tuple[int, int, Owners]
+    ) -> None:
+        """Gives cell `other` what is `of_one`, and cell `one` what is `of_other`; all who own them follow."""
+        self.set(one, *of_other)
+        self.set(other, *of_one)
+        for owner in of_one[2]:
+            self.tails[owner] = other
+        for owner in of_other[2]:
+            self.tails[owner] = one
 
     # compact placement
 
-    def place_in_run(self) -> bool:
-        """The lowest run of cells that are empty or left by this ubatch, if there is one as long as the ubatch."""
-        n_seqs = self.ubatch.n_seqs
-        old = [self.tail(seq_id) for seq_id in self.ubatch.primary]
+    def own_cells(self) -> int:
+        """Bit i: cell i is left by this ubatch, since nobody but its sequences is in there."""
         going = set(self.ubatch.primary)
         own = 0
-        for cell_id in old:
+        for seq_id in self.ubatch.primary:
+            cell_id = self.tail(seq_id)
             if cell_id != CELL_NONE and going.issuperset(self.owners_of(cell_id)):
                 own |= 1 << cell_id
-        first = _lowest_run(own | self.empty, n_seqs)
-        if first == CELL_NONE:
-            return False
+        return own
+
+    def make_room(self, first: int, own: int) -> None:
+        """Moves the bystanders out of the window from `first` on: to empty cells, then in exchange for own ones."""
+        window = ((1 << self.ubatch.n_seqs) - 1) << first
+        targets = itertools.chain(iter_bits(self.empty & ~window), iter_bits(own & ~window))
+        for cell_id in list(iter_bits(window & ~(self.empty | own))):
+            target = next(targets)
+            swap = bool(own >> target & 1)
+            (pos, _, owners), (pos_there, _, owners_there) = self.get(cell_id), self.get(target)
+            # rows move before anything is read, so the state of each cell is then in its row
+            there = (pos_there, cell_id if swap else CELL_NONE, owners_there)
+            self.exchange(cell_id, target, (pos, target, owners), there)
+            if not swap:
+                self.empty ^= 1 << cell_id | 1 << target
+            self.moves.append(Move(cell_id, target, swap))
+
+    def place_at(self, first: int) -> None:
+        """The sets side by side from `first` on, in cells that are empty or left by this ubatch."""
+        n_seqs = self.ubatch.n_seqs
+        old = [self.tail(seq_id) for seq_id in self.ubatch.primary]
         states = [(POS_NONE, CELL_NONE) if cell_id == CELL_NONE else self.get(cell_id)[:2] for cell_id in old]
         for seq_id in self.ubatch.primary:
             self.leave(seq_id)
@@ -302,7 +355,6 @@ class _Draft:
             self.set(cell_id, pos, src, (seq_id,))
             self.tails[seq_id] = cell_id
         self.first, self.last = first, first + n_seqs - 1
-        return True
 
     # both
 
@@ -342,9 +394,9 @@ class _Draft:
             self.snapshots(src, outside),
         )
         return SlotPlan(
-            self.table.epoch, self.table.new_epoch(), first, n, n_seqs, rs_z, rows, s_copy, gaps, delta
+            self.table.epoch, self.table.new_epoch(), first, n, n_seqs, rs_z, rows, s_copy, gaps, delta,
+            tuple(self.moves),
         )
-
 
     def snapshots(self, src: list[int], outside: list[int]) -> list[tuple[int, Snapshots]]:
         """What is left of the snapshots: new ones of the ubatch's sets, the old ones of whoever is not moved."""
@@ -358,6 +410,24 @@ class _Draft:
         ]
         after += [(cell_id, table.snapshots(cell_id) if self.owners[cell_id] else NO_SNAPSHOTS) for cell_id in outside]
         return after
+
+
+def _cheapest_window(size: int, own: int, empty: int, length: int) -> int:
+    """The start of the `length` cells that bystanders are moved out of with the fewest copies, the lowest of equals.
+
+    A bystander that finds an empty cell is copied once, in an exchange two rows are copied.
+    """
+    in_use = length - _counts(own | empty, size, length)
+    free = empty.bit_count() - _counts(empty, size, length)
+    return int((in_use + np.maximum(in_use - free, 0)).argmin())
+
+
+def _counts(mask: int, size: int, length: int) -> Int32Array:
+    """How many bits are set in each `length` bits of `size`: int32 [size - length + 1]."""
+    packed = np.frombuffer(mask.to_bytes(-(-size // 8), "little"), np.uint8)
+    counted = np.zeros(size + 1, np.int32)
+    np.cumsum(np.unpackbits(packed, count=size, bitorder="little"), out=counted[1:])
+    return counted[length:] - counted[: size + 1 - length]
 
 
 def _lowest_run(mask: int, length: int) -> int:

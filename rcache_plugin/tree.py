@@ -291,7 +291,7 @@ def _key(tokens: Any, most: int | None = None) -> bytes:
     try:
         raw = isinstance(given, memoryview) and given.itemsize == 1
         array = np.frombuffer(given, _INT32) if raw else np.asarray(given)
-    except (ValueError, BufferError) as error:  # rows of unequal length, bytes with gaps or an end inside a token
+    except (ValueError, BufferError) as error:  # rows of unequal length, gaps, an end inside a token
         raise InvalidArgument(f"these are no tokens: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgument(f"tokens must be a flat list of whole numbers, not {array.dtype} {list(array.shape)}")

@@ -395,8 +395,11 @@ class ToyRows:
         return -self._n_dirt
 
     def run(self, slot: Any, tokens: Sequence[Sequence[int]]) -> None:
-        """Clears row rs_z, gathers n rows, steps the first n_seqs, writes n rows back. The older form, which has no
-        rs_z and multiplies by s_mask, has to write the same rows."""
+        """Moves rows, clears row rs_z, gathers n rows, steps the first n_seqs, writes n rows back. The older form,
+        which has no rs_z and multiplies by s_mask, has to write the same rows."""
+        for src, dst, swap in getattr(slot, "moves", ()):  # the naive model has none
+            moved, self.values[dst] = self.values[dst], self.values[src]
+            self.values[src] = moved if swap else self._dirt()
         assert len(slot.s_copy) == len(slot.s_mask) == len(slot.src) == slot.n
         by_mask = [self.values[row] if keep else 0 for row, keep in zip(slot.s_copy, slot.s_mask, strict=True)]
         if slot.rs_z >= 0:

@@ -241,6 +241,8 @@ def test_a_cell_that_is_not_there_changes_nothing(buffers: StateBuffers, cell: A
         lambda: buffers.clear_rows([0, cell]),
         lambda: buffers.copy_row(0, cell),
         lambda: buffers.copy_row(cell, 0),
+        lambda: buffers.move_rows([(0, 1, True), (cell, 2, True)]),
+        lambda: buffers.move_rows([(0, 1, True), (2, cell, False)]),
         lambda: buffers.copy_rows_from(buffers, [(0, 1), (cell, 2)]),
         lambda: buffers.copy_rows_from(buffers, [(0, 1), (2, cell)]),
     ]
@@ -261,6 +263,21 @@ def test_copy_row(buffers: StateBuffers) -> None:
     buffers.copy_row(2, 5)
     buffers.copy_row(3, 3)
     assert content(buffers) == {(w, il, c): rows[w, il, 2 if c == 5 else c] for w, il, c in rows}
+
+
+@pytest.mark.parametrize("width", [5, 1024, 1025, 3001])
+def test_move_rows_in_the_order_given(lib: SpyLib, width: int) -> None:
+    """Rows longer and shorter than the piece that is exchanged at a time."""
+    with StateBuffers(lib, CacheSpec.make([width, 0, 3], [7, width, 0], "f32", "f16"), 5) as buffers:
+        assert buffers.on_host
+        rows = fill(buffers)
+        buffers.move_rows([(0, 4, True), (4, 1, False), (2, 3, True), (2, 0, True)])
+        now = {0: 3, 1: 0, 2: 4, 3: 2, 4: 0}
+        assert content(buffers) == {(w, il, c): rows[w, il, now[c]] for w, il, c in rows}
+        with pytest.raises(InvalidArgument, match="itself"):
+            buffers.move_rows([(0, 1, True), (2, 2, False)])
+        assert content(buffers) == {(w, il, c): rows[w, il, now[c]] for w, il, c in rows}
+        buffers.move_rows([])
 
 
 @pytest.mark.parametrize("pairs", [[], [(0, 0)], [(0, 4), (1, 5), (2, 6)], [(7, 0), (6, 1)], [(3, 3), (3, 4), (4, 11)]])

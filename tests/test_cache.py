@@ -72,6 +72,60 @@ def test_a_step_that_starts_nothing_clears_nothing() -> None:
         assert fork is not None and fork.s_copy.tolist() == [0] and read_row(cache, 0) == {7.0}
 
 
+def busy(cache: RecurrentCache) -> None:
+    """A sequence in each cell, with a row of its own number."""
+    cache.find_slot(UBatch([(i,) for i in range(cache.size)], [0] * cache.size))
+    for cell in range(cache.size):
+        write_row(cache, cell, float(cell))
+
+
+def test_rows_of_bystanders_move_with_their_sequences() -> None:
+    with RecurrentCache(SPEC, 6, placement="compact") as cache:
+        busy(cache)
+        first = UBatch([(5,), (1,), (3,)], [1, 1, 1])
+        assert cache.prepare([first, UBatch([(0,), (2,), (4,)], [1, 1, 1])])
+        assert [read_row(cache, cell) for cell in range(6)] == [{float(cell)} for cell in range(6)], "only planned"
+        plan = cache.find_slot(first)
+        assert plan is not None and plan.n == 3 and len(plan.moves) == 1
+        rows = [read_row(cache, row) for row in plan.s_copy.tolist()]
+        assert rows == [{5.0}, {1.0}, {3.0}], "what the graph gathers"
+        for seq_id in (0, 2, 4):
+            assert read_row(cache, cache.table.tail(seq_id)) == {float(seq_id)}
+
+
+def test_a_row_is_moved_before_it_is_cleared() -> None:
+    with RecurrentCache(SPEC, 5, n_seq_max=8, placement="compact") as cache:
+        busy(cache)
+        cache.seq_rm(3)
+        plan = cache.find_slot(UBatch([(0,), (7,)], [1, 0]))
+        assert plan is not None and (plan.moves, plan.rs_z) == (((1, 3, False),), 1)
+        assert [read_row(cache, row) for row in plan.s_copy.tolist()] == [{0.0}, {0.0}]
+        assert read_row(cache, cache.table.tail(1)) == {1.0}
+
+
+def test_an_interrupted_move_loses_the_states_it_may_have_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RecurrentCache(SPEC, 6, placement="compact") as cache:
+        busy(cache)
+        assert cache.buffers is not None
+
+        def interrupted(moves: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cache.buffers, "move_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.find_slot(UBatch([(0,), (2,)], [1, 1]))
+        cache.table.check()
+        assert [cache.seq_pos_max(seq_id) for seq_id in range(6)] == [0, -1, -1, 0, 0, 0]
+        assert cache.plan is None
+
+
+def test_a_host_that_keeps_the_rows_itself_is_asked_for_no_moves() -> None:
+    with RecurrentCache(SPEC, 3, placement="compact", allocate=False) as cache:
+        cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
+        plan = cache.find_slot(UBatch([(0,), (2,)], [1, 1]))
+        assert plan is not None and (plan.n, plan.moves) == (3, ())
+
+
 def test_prepared_plans_are_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     real = rcache_plugin.slots.plan_slots

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_host import ToyHost, state_of
 
-from rcache_plugin import CacheSpec, RecurrentCache
+from rcache_plugin import CacheSpec, RecurrentCache, UBatch
 from rcache_plugin.checkpoint import Checkpoint, DefaultPolicy, default_checkpoint_cells
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StaleCheckpoint, StateError, Unsupported
 
@@ -184,6 +184,17 @@ def test_live_sequences_win() -> None:
     assert [host.state(s) for s in range(4)] == [state_of([*text(5), 1]), *map(state_of, ([2], [3], [4]))]
 
 
+def test_live_sequences_take_what_the_cache_made_by_itself_first() -> None:
+    host = ToyHost(2, n_ubatch=100, n_seq_max=3, checkpoint_cells=2)
+    host.read({0: text(5)})
+    held = host.cache.checkpoint(0)
+    host.read({0: text(9, 1)})
+    host.read({0: [1]})
+    assert lengths(host) == [5, 14]
+    host.read({1: [1], 2: [2]})
+    assert held is not None and held.valid and lengths(host) == [5]
+
+
 def test_the_least_useful_goes_first() -> None:
     """Of a long prompt the first checkpoint stays, and some on the way; what nobody asked for goes before the used."""
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=4, policy=DefaultPolicy(8))
@@ -283,6 +294,35 @@ def test_a_failed_step_can_be_taken_back() -> None:
     assert host.rm(0) and host.read({0: [3]}) and host.state(0) == state_of([3])
 
 
+def test_a_lost_sequence_is_refused_without_a_prepare_too() -> None:
+    host = ToyHost(1, checkpoint_cells=2)
+    host.read({0: text(4)})
+    host.fail_at = 0
+    assert not host.read({0: [1]})
+    with pytest.raises(StateError, match="sequence 0 lost its state when a step failed, it can't go on at position 4"):
+        host.cache.find_slot(UBatch.single(0, 4, 1, [1]))
+    assert host.cache.checkpoint(0) is None and host.rm(0, 4) and host.state(0) == state_of(text(4))
+
+
+def test_a_checkpoint_in_a_failed_step_is_gone() -> None:
+    """A bystander's row that was to be moved may be half written."""
+    host = ToyHost(3, n_ubatch=100, checkpoint_cells=1)
+    host.read({0: text(5), 1: text(5, 1), 2: text(5, 2)})
+    made = host.cache.checkpoint(1)
+    host.read({1: [1]})
+    assert made is not None and host.cache.table.pin_cell(made.pin) == 1
+    host.fail_at = 0
+    assert not host.read({0: [1], 2: [1]})  # the cells 0 and 2: the rows between trade places
+    assert not made.valid and host.cache.checkpoints() == [] and host.state(1) == state_of([*text(5, 1), 1])
+
+
+def test_sequences_that_read_together_have_read_the_same() -> None:
+    host = ToyHost(3, n_ubatch=100, checkpoint_cells=4)
+    assert host._compute(UBatch([(0, 2), (1,)], [0, 1, 2] * 2, [5, 6, 7, 8, 9, 10]))
+    assert host.cache.tokens(2).tolist() == [5, 6, 7] and host.cache.tokens(1).tolist() == [8, 9, 10]
+    assert host.rm(2, 2) and host.state(2) == state_of([5, 6]) and host.state(0) == state_of([5, 6, 7])
+
+
 def test_unknown_tokens_are_no_way_back() -> None:
     host = ToyHost(1, checkpoint_cells=4)
     host.read({0: text(10)})
@@ -300,8 +340,9 @@ def test_a_conversation_is_not_read_twice() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=8)
     a, b = text(60), text(50, 1)
     host.read({0: a})
-    host.cache.clear(data=False)
+    assert host.rm(0)  # what it leaves is kept
     host.read({0: b})
+    host.cache.clear(data=False)
     assert host.cache.resume(0, [*a, 1, 2]) == 60 and host.state(0) == state_of(a)
     assert host.cache.resume(0, [*b, 1]) == 50 and host.state(0) == state_of(b)
     assert host.cache.resume(0, [*b, 1, 2]) == 50  # it is there already
@@ -389,12 +430,13 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @initialize(
         cells=st.integers(1, 5), interval=st.sampled_from([2, 4, 8]), n_ubatch=st.sampled_from([2, 4, 16]),
-        placement=st.sampled_from(["classic", "compact"]), n_cells=st.sampled_from([SEQS, SEQS, 2]),
+        placement=st.sampled_from([("classic", False), ("compact", False), ("compact", True)]),
+        n_cells=st.sampled_from([SEQS, SEQS, 2]),
     )
-    def start(self, cells: int, interval: int, n_ubatch: int, placement: str, n_cells: int) -> None:
+    def start(self, cells: int, interval: int, n_ubatch: int, placement: tuple[str, bool], n_cells: int) -> None:
         self.host = ToyHost(
-            n_cells, n_seq_max=SEQS, n_ubatch=n_ubatch, checkpoint_cells=cells, placement=placement,
-            policy=DefaultPolicy(interval, 2), attention=self.attention,
+            n_cells, n_seq_max=SEQS, n_ubatch=n_ubatch, checkpoint_cells=cells, placement=placement[0],
+            moves=placement[1], policy=DefaultPolicy(interval, 2), attention=self.attention,
         )
         self.tokens: dict[int, list[int]] = {seq_id: [] for seq_id in range(SEQS)}
         self.lost: dict[int, list[int]] = {}  # what could still be gone back to
@@ -503,9 +545,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         elif made.valid and not self.attention:
             tokens = list(made.tokens or [])
             self.host.cache.restore(made, seq_id)
-            if made.valid:
-                self.tokens[seq_id] = tokens
-                self.lost.pop(seq_id, None)
+            self.tokens[seq_id] = tokens
+            self.lost.pop(seq_id, None)
 
     @rule(seq_id=few, other=few, extra=st.lists(st.integers(0, 2), max_size=4))
     def resume(self, seq_id: int, other: int, extra: list[int]) -> None:

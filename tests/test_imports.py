@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_inspect": {"errors", "ubatch", "spec", "state_io", "state_file"},
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
-    "buffers": {"errors", "spec", "_ffi", "ggml_lib"},
+    "buffers": {"errors", "spec", "_ffi", "ggml_lib", "_rcache"},
     "llama_build": {"errors"},
     "history": {"errors", "ubatch"},
     "checkpoint": {"errors", "ubatch", "cells", "history", "tree"},

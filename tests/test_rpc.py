@@ -23,9 +23,11 @@ from test_buffers import SpyLib, content, fill
 from test_ggml_lib import child, ggml_folder
 
 from rcache_plugin.buffers import StateBuffers, dry_run
+from rcache_plugin.cache import RecurrentCache
 from rcache_plugin.errors import AllocationError, BackendError, InvalidArgument
 from rcache_plugin.ggml_lib import Device, GgmlLib, rpc_connectable, rpc_connection
 from rcache_plugin.spec import CacheSpec
+from rcache_plugin.ubatch import UBatch
 
 SERVER = Path(__file__).with_name("rpc_server.py")
 SPEC = CacheSpec.make([6, 0, 4, 2, 8, 0], [5, 3, 0, 0, 7, 0])
@@ -206,6 +208,19 @@ def test_copy_row_within_each_device(lib: SpyLib, split: list[str | None]) -> No
         rows = fill(buffers)
         buffers.copy_row(2, 5)
         assert content(buffers) == {(w, il, c): rows[w, il, 2 if c == 5 else c] for w, il, c in rows}
+
+
+def test_rows_on_a_server_are_not_moved(lib: SpyLib, split: list[str | None]) -> None:
+    with StateBuffers(lib, SPEC, 3, devices=split) as buffers:
+        rows = fill(buffers)
+        assert not buffers.on_host
+        with pytest.raises(InvalidArgument, match="host memory"):
+            buffers.move_rows([(0, 1, True)])
+        assert content(buffers) == rows
+    with RecurrentCache(SPEC, 3, placement="compact", ggml=lib, devices=split) as cache:
+        cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
+        plan = cache.find_slot(UBatch([(0,), (2,)], [1, 1]))
+        assert plan is not None and (plan.n, plan.moves) == (3, ())
 
 
 def test_copy_of_a_row_to_itself_asks_nothing_of_the_device(

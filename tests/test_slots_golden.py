@@ -506,6 +506,106 @@ def test_compact_counts_a_shared_cell_as_own_when_all_who_share_it_go_on() -> No
     assert (plan.head, plan.n, list(plan.src)) == (0, 2, [0, 0])
 
 
+# ---- compact placement that may have rows moved
+
+
+def moving(table: CellTable, sets: Sets, last: Sequence[int]) -> SlotPlan:
+    plans = plan_slots(table, [ubatch(sets, last)], "compact", moves=True)
+    assert plans is not None
+    commit(table, plans[0])
+    table.check()
+    return plans[0]
+
+
+def filled(size: int, n_seqs: int) -> CellTable:
+    table = CellTable(size, 8)
+    moving(table, [(i,) for i in range(n_seqs)], [0] * n_seqs)
+    return table
+
+
+def test_a_bystander_is_exchanged_for_a_sequence_of_the_step_when_no_cell_is_empty() -> None:
+    table = filled(5, 5)
+    plan = moving(table, [(4,), (0,), (2,)], [1, 1, 1])
+    assert plan.moves == ((1, 4, True),)
+    assert slot(plan) == (0, 3, -1, [1, 0, 2], [1, 0, 2], [1.0] * 3)
+    assert table.columns().seq_ids == ((4,), (0,), (2,), (3,), (1,))
+    assert table.columns().pos.tolist() == [1, 1, 1, 0, 0]
+    assert moving(table, [(4,), (0,), (2,)], [2, 2, 2]).moves == ()
+
+
+def test_a_bystander_goes_to_an_empty_cell_if_there_is_one() -> None:
+    table = filled(5, 4)
+    plan = moving(table, [(0,), (2,)], [1, 1])
+    assert plan.moves == ((1, 4, False),)
+    assert slot(plan) == (0, 2, -1, [0, 2], [0, 2], [1.0, 1.0])
+    assert table.columns().seq_ids == ((0,), (2,), (), (3,), (1,))
+
+
+def test_a_new_sequence_is_given_room_between_bystanders() -> None:
+    """The row of zeros is one that a bystander was moved out of: it is cleared after the move."""
+    table = filled(4, 3)
+    moving(table, [(2,)], [1])
+    table.seq_rm(1, -1, -1)
+    moving(table, [(3,)], [0])
+    assert table.columns().seq_ids == ((0,), (3,), (2,), ())
+    plan = moving(table, [(4,), (0,)], [0, 1])
+    assert plan.moves == ((1, 3, False),)
+    assert slot(plan) == (0, 2, 1, [-1, 0], [1, 0], [0.0, 1.0])
+
+
+def test_all_who_share_a_state_are_moved_as_one_and_read_from_where_it_went() -> None:
+    table = filled(4, 3)
+    table.seq_cp(1, 5)
+    table.seq_cp(1, 6)
+    plan = moving(table, [(0,), (2,), (5,)], [1, 1, 1])  # 5 leaves 1 and 6
+    assert plan.moves == ((1, 3, False),)
+    assert list(plan.src) == [0, 2, 3]
+    assert table.columns().seq_ids == ((0,), (2,), (5,), (1, 6))
+    assert table.columns().tail.tolist() == [0, 3, 1, -1, -1, 2, 3, -1]
+
+
+def test_the_window_with_the_fewest_copies_is_taken() -> None:
+    table = filled(8, 8)
+    assert moving(table.copy(), [(0,), (3,), (4,), (6,)], [1] * 4).moves == ((5, 0, True),)
+    table.seq_rm(0, -1, -1)
+    # with cell 0 empty, one copy clears the cells 1 to 3, where 0 to 2 would need an exchange
+    assert moving(table, [(1,), (3,), (6,)], [1] * 3).moves == ((2, 0, False),)
+
+
+def test_no_row_is_moved_where_a_run_is_left() -> None:
+    table = filled(7, 7)
+    for seq_id in (2, 4, 6):
+        table.seq_rm(seq_id, -1, -1)
+    plan = moving(table, [(0,), (1,), (3,), (5,)], [1] * 4)
+    assert (plan.head, plan.n, plan.moves) == (0, 4, ())
+
+
+def test_states_with_snapshots_are_not_moved() -> None:
+    table = CellTable(3, 3, n_rs_seq=2)
+    moving(table, [(0,), (1,), (2,)], [0] * 3)
+    plan = moving(table, [(0,), (2,)], [1, 1])
+    assert (plan.n, plan.moves) == (3, ())
+
+
+def test_moves_of_several_plans_follow_each_other() -> None:
+    table = filled(4, 4)
+    steps = [ubatch([(0,), (2,)], [1, 1]), ubatch([(1,), (3,)], [1, 1]), ubatch([(3,), (0,)], [2, 2])]
+    plans = plan_slots(table, steps, "compact", moves=True)
+    assert plans is not None
+    assert table.columns().seq_ids == ((0,), (1,), (2,), (3,))
+    assert [plan.moves for plan in plans] == [((1, 2, True),), (), ((1, 3, True),)]
+    for plan in plans:
+        commit(table, plan)
+    table.check()
+    assert table.columns().seq_ids == ((3,), (0,), (1,), (2,))
+
+
+def test_a_moved_bystander_survives_a_failed_computation() -> None:
+    table = filled(3, 3)
+    discard(table, moving(table, [(0,), (2,)], [1, 1]))
+    assert table.columns().seq_ids == ((), (), (1,))
+
+
 # ---- situations of users
 
 

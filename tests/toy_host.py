@@ -30,15 +30,43 @@ def state_of(tokens: Sequence[int]) -> int:
     return state
 
 
+class ToyBuffers:
+    """Stands in for `StateBuffers` of a cache: the rows are the host's list."""
+
+    on_host = True
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def move_rows(self, moves: Sequence[tuple[int, int, bool]]) -> None:
+        for src, dst, swap in moves:
+            self.rows[src], self.rows[dst] = self.rows[dst] if swap else self.rows[src], self.rows[src]
+
+    def clear_rows(self, cell_ids: Sequence[int]) -> None:
+        for cell_id in cell_ids:
+            self.rows[cell_id] = ZERO
+
+    def clear(self) -> None:
+        self.clear_rows(range(len(self.rows)))
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
 class ToyHost:
     """Computes on a cache made with `options`, in ubatches of at most `n_ubatch` tokens of a sequence."""
 
-    def __init__(self, n_seq: int, *, n_ubatch: int = 4, attention: bool = False, **options: object) -> None:
+    def __init__(
+        self, n_seq: int, *, n_ubatch: int = 4, attention: bool = False, moves: bool = False, **options: object
+    ) -> None:
+        """With `moves` the cache holds the rows, as in host memory, and may move them; else it only plans."""
         self.cache = RecurrentCache(SPEC, n_seq, allocate=False, own_lineage=attention, **options)  # type: ignore[arg-type]
         self.cache.replay = self.replay
         self.n_ubatch = n_ubatch
         self.attention: dict[int, list[int]] | None = {} if attention else None
         self.rows: list[int] = [-1] * self.cache.size
+        if moves:
+            self.cache.buffers = ToyBuffers(self.rows)  # type: ignore[assignment]
         self.rows_moved = 0
         """Rows that went from one cell to another, or were kept, for a sequence that had no part in the step."""
         self.windows: list[tuple[int, int, int]] = []
@@ -72,7 +100,7 @@ class ToyHost:
         plan = self.cache.find_slot(ubatch)
         if plan is None:
             return False
-        if plan.rs_z >= 0 and any(src < 0 for src in plan.src):
+        if self.cache.buffers is None and plan.rs_z >= 0 and any(src < 0 for src in plan.src):
             self.rows[plan.rs_z] = ZERO
         gathered = [self.rows[row] for row in plan.s_copy]
         self.windows.append((plan.head, plan.n, plan.rs_z))
