@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 DEMO_PROMPT ?= In the beginning
 EXAMPLES    ?= 50000
 ORACLE_EXAMPLES ?= 20000
+STATE_EXAMPLES ?= 200000
 VERSION     ?= 0.3.34
 
 VENV   := .venv
@@ -23,12 +24,13 @@ export OMP_WAIT_POLICY ?= passive
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-fuzz test-oracle test-archs test-compat asan bench lint native clean distclean
+.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-archs test-compat asan bench lint native clean distclean
 
 help:
 	@echo 'make demo       generate text with the bundled model'
 	@echo 'make test       all tests            (PYTEST_ARGS="-k cells")'
 	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples (EXAMPLES=...)'
+	@echo 'make test-fuzz-state  damaged states, $(STATE_EXAMPLES) in Python and as many through C (STATE_EXAMPLES=...)'
 	@echo 'make test-oracle  the cell table against the class of llama.cpp, $(ORACLE_EXAMPLES) sequences of operations'
 	@echo 'make test-archs   parity with stock on every recurrent architecture'
 	@echo 'make test-compat  the host tests with another llama-cpp-python (VERSION=0.3.34)'
@@ -49,6 +51,10 @@ test: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
 test-fuzz: $(STAMPS)/package $(STAMPS)/test
 	$(SAY) 'running the state machine of the cell table for $(EXAMPLES) examples: about an hour on one core'
 	@RCACHE_EXAMPLES=$(EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_slots_stress.py $(PYTEST_ARGS)
+
+test-fuzz-state: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/test
+	$(SAY) 'restoring $(STATE_EXAMPLES) damaged states in Python and as many through C: about 10 minutes on one core'
+	@RCACHE_STATE_EXAMPLES=$(STATE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_state_fuzz.py $(PYTEST_ARGS)
 
 test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'running $(ORACLE_EXAMPLES) sequences of operations on the cell table and on the class of llama.cpp: about half an hour'
@@ -71,6 +77,7 @@ bench: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
 	@mkdir -p build/bench
 	@$(PY) benchmarks/bench_cells.py --json build/bench/cells.json
 	@$(PY) benchmarks/bench_llama.py --json build/bench/llama.json
+	@$(PY) benchmarks/bench_state.py --json build/bench/state.json
 
 lint: $(STAMPS)/run $(STAMPS)/lint
 	$(SAY) 'checking with ruff and mypy --strict'

@@ -767,7 +767,7 @@ class RecurrentCache:
         """Restores one sequence, or the whole cache, from what `state_write` or llama.cpp wrote.
 
         `reader` has ``read(n_bytes)``, as a binary file has, or is memory that holds the state and nothing else. A
-        sequence goes to an empty cell, or, if there is none, to its own; the whole cache to cells 0, 1, ...
+        sequence goes to an empty cell or to one that is its own alone; the whole cache to cells 0, 1, ...
 
         All is read and checked before anything changes: when it raises `StateError`, the cache is what it was. Only
         rows of cells that hold no state may have changed, where `reader` takes rows from its stream to their places

@@ -33,7 +33,7 @@ _MOST_SEQUENCES = 1 << 16  # more than any llama.cpp allows; keeps a wrong way o
 _MOST_LAYERS = 1 << 16
 _EXT_BYTES = 12  # what attention cells of some models carry beside position and sequences
 _MOST_ARCHITECTURE_BYTES = 256
-_MOST_STEPS = 4_000_000  # cells and columns looked at, over all ways of reading
+_MOST_STEPS = 8_000_000  # cells and columns looked at, over all ways of reading
 
 # One memory, or attention of one or two kinds and a recurrent state; some models have attention of an index behind it.
 _ORDERS = tuple(
@@ -87,8 +87,8 @@ class Report:
     """``rcache``, ``llama session``, ``llama sequence`` or ``llama sequence data``."""
     version: int | None
     intact: bool | None
-    """Whether the file is whole: by its checksum if it has one, else because it reads to the last byte. None: it can't
-    be told."""
+    """Whether the file is whole: by its checksum if it has one, else as far as its structure tells (rows could differ).
+    None: it can't be told."""
     checksum: bool
     """Whether the format has a checksum."""
     seq_id: int | None = None
@@ -244,13 +244,25 @@ def _memory(report: Report, file: BinaryIO) -> None:
 def _settle(report: Report, found: list[list[Part]]) -> None:
     if len(found) == 1:
         report.parts = found[0]
-        if report.intact is None:
+        doubts = [] if report.checksum else list(_doubts(report.parts))
+        report.problems += doubts
+        if not doubts and report.intact is None:
             report.intact = True
     elif found:
         report.problems.append(f"the state can be read in {len(found)} ways, which of them is meant can't be told")
     else:
         report.intact = False
         report.problems.append("the state can't be read to its last byte: it is damaged, or of an unknown kind")
+
+
+def _doubts(parts: list[Part]) -> Iterator[str]:
+    """Why a file that reads to its last byte may have been cut all the same."""
+    if all(part.kind != "recurrent" for part in parts):
+        yield "there is no recurrent part: the model has none, or the file was cut behind the attention"
+    for part in parts:
+        kinds = {column._replace(which="") for column in part.columns}
+        if part.kind == "recurrent" and len(kinds) < 2:
+            yield "r and s look the same: the file may have been cut between two of them"
 
 
 # --- reading in every way ---
@@ -292,13 +304,16 @@ def _ways(file: BinaryIO, start: int, end: int, single: bool, orders: tuple[tupl
     """Every list of parts that fills the file from `start` to `end`, in one of `orders`; at most eight."""
     place = _Place(file, end)
     readers = {"recurrent": _recurrent, "attention": _attention}
+    known: dict[tuple[str, int], list[_Way]] = {}
 
     def follow(order: tuple[str, ...], at: int) -> Iterator[list[Part]]:
         if not order:
             if at == end:
                 yield []
             return
-        for part, behind in readers[order[0]](place, at, single):
+        if (order[0], at) not in known:
+            known[order[0], at] = list(readers[order[0]](place, at, single))
+        for part, behind in known[order[0], at]:
             part.n_bytes = behind - at
             for rest in follow(order[1:], behind):
                 yield [part, *rest]
@@ -377,7 +392,8 @@ def _recurrent(place: _Place, at: int, single: bool) -> Iterator[_Way]:
     try:
         cells, n_layer, at = _recurrent_head(place, at, single)
         r, at = _column(place, at, len(cells), "r")
-    except _NoFit:
+        unit = StateType.of(r.type).block_bytes
+    except (_NoFit, InvalidArgument):
         return
     # llama.cpp's layers are alike: r of each that has a state, p behind some of them, then as many s
     columns: list[Column] = [r]
@@ -394,7 +410,8 @@ def _recurrent(place: _Place, at: int, single: bool) -> Iterator[_Way]:
                     continue
         try:  # a p has no type of its own
             (row_bytes,) = place.numbers(at, "<Q")
-            if columns[-1].which == "p" or not row_bytes or (p is not None and p.row_bytes != row_bytes):
+            unlike = row_bytes % unit or (p is not None and p.row_bytes != row_bytes)
+            if columns[-1].which == "p" or not row_bytes or unlike:
                 return
             p = Column("p", r.type, row_bytes)
             columns, at = [*columns, p], place.after(at + 8, len(cells) * row_bytes)
