@@ -202,7 +202,7 @@ class CheckpointStore:
         for seq_id in ubatch.primary:
             history = seqs[seq_id]
             if tails[seq_id] == CELL_NONE:
-                history.start()
+                self.emptied(table, seq_id)
                 continue
             n_tokens = len(history.tokens)
             since = n_tokens - history.since
@@ -222,11 +222,13 @@ class CheckpointStore:
 
     # making and letting go
 
-    def make(self, table: CellTable, seq_id: int, *, held: bool = False) -> Checkpoint | None:
+    def make(
+        self, table: CellTable, seq_id: int, *, held: bool = False, spare: Checkpoint | None = None
+    ) -> Checkpoint | None:
         """Keeps the state of a sequence as it is. None: it is empty, or every cell is held, which is counted.
 
         A state that is kept already is not kept twice. What the cache keeps by itself must be known by its tokens;
-        `held` ones may be without.
+        `held` ones may be without. `spare` does not give way to it.
         """
         history = self.histories[seq_id]
         tokens = history.tokens[:] if history.whole else None
@@ -242,7 +244,7 @@ class CheckpointStore:
         cell_id = table.tail(seq_id)
         if cell_id == CELL_NONE:
             return None
-        if not self._make_room(table, cell_id):
+        if not self._make_room(table, cell_id, spare):
             self.stats.checkpoints_skipped += 1
             return None
         pin = table.pin(seq_id)
@@ -263,13 +265,13 @@ class CheckpointStore:
         own = (each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens == len(tokens))
         return next(own, None)
 
-    def _make_room(self, table: CellTable, cell_id: int) -> bool:
+    def _make_room(self, table: CellTable, cell_id: int, spare: Checkpoint | None) -> bool:
         """Whether `cell_id` can become a checkpoint's; one that gives way for it has gone then."""
         while True:
             cells = {table.pin_cell(pin) for pin in self._all}
             if cell_id in cells or len(cells) < self.n_cells:
                 return True
-            if not self.evict(table, not_held=True, to_make_room="a newer one took its cell"):
+            if not self.evict(table, not_held=True, spare=spare, to_make_room="a newer one took its cell"):
                 return False
 
     def evict(
@@ -381,13 +383,13 @@ class CheckpointStore:
 
     # what happens to sequences
 
-    def leaves(self, table: CellTable, seq_id: int) -> None:
-        """A sequence is about to leave its state: keeps it if that is worth it."""
+    def leaves(self, table: CellTable, seq_id: int, to: Checkpoint | None = None) -> None:
+        """A sequence is about to leave its state, for that of `to`: keeps it if that is worth it."""
         history = self.histories[seq_id]
         if self.own_lineage or not history.whole or not history.tokens:
             return  # the other half of a lineage will not come back
         if self.policy.keep_left(len(history.tokens) - history.since):
-            self.make(table, seq_id)
+            self.make(table, seq_id, spare=to)
 
     def cut(self, table: CellTable, seq_id: int, n_tokens: int) -> None:
         """A sequence has gone back to its first `n_tokens` tokens, of what its record says."""
