@@ -381,8 +381,8 @@ class RecurrentCache:
         The end of a sequence, ``[p0, -1)``, can be removed whenever its tokens are known and there is a way back: the
         sequence goes to the nearest checkpoint that has read no more than `p0` tokens, and what is missing up to `p0`
         is read again (see `Replay`; needs a replay, and at most `max_replay` tokens). False, and nothing has changed,
-        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage` it is
-        lost, see `discard_slot`.
+        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage`, and when
+        every cell for checkpoints is held, it is lost, see `discard_slot`.
 
         Checkpoints stay when a sequence is removed. With `own_lineage` those behind `p0` go.
         """
@@ -394,7 +394,8 @@ class RecurrentCache:
     def _seq_rm(self, table: CellTable, seq_id: int, p0: int, p1: int) -> bool:
         kept = self._kept
         one = 0 <= seq_id < table.n_seq_max
-        to_end = p1 < 0 or p1 > table.seq_pos_max(seq_id) if one else False
+        # how long a sequence was that has lost its state is nobody's knowledge, so only -1 is its end
+        to_end = one and (p1 < 0 or (seq_id not in self._lost and p1 > table.seq_pos_max(seq_id)))
         if one and p0 <= 0 and p1 < 0:
             self._lost.discard(seq_id)
         if kept is None:
@@ -408,7 +409,7 @@ class RecurrentCache:
             kept.leaves(table, seq_id)
         if seq_id not in self._lost and table.seq_rm(seq_id, p0, p1):
             after = table.seq_pos_max(seq_id)
-            if after < 0 <= before:
+            if after < 0 and (before >= 0 or p0 <= 0):  # it may be empty because it had lost its state
                 kept.emptied(table, seq_id)
             elif after != before:
                 kept.cut(table, seq_id, after + 1)
@@ -440,27 +441,34 @@ class RecurrentCache:
             return False
         tokens = history.tokens[:n_tokens]
         if seq_id not in self._lost:
-            kept.leaves(table, seq_id, base)
+            kept.leaves(table, seq_id, to=base)
         hold = self._hold(kept, seq_id, base)
         was, whole = history.tokens, history.whole
-        self._go_to(kept, seq_id, base)
-        done = not missing or self._read_again(seq_id, start, tokens)
-        if done:
-            self._lost.discard(seq_id)
-            history.branch = bool(missing)
-            kept.part(table, seq_id, n_tokens)
-        elif hold is not None:
+        done = False
+        try:
+            self._go_to(kept, seq_id, base)
+            done = not missing or self._read_again(seq_id, start, tokens)
+        finally:
+            self._arrive(kept, seq_id, done, hold)
+            if done:
+                history.branch = bool(missing)
+            else:
+                history.start()
+                history.tokens, history.whole = was, whole and hold is not None
+            # what a hybrid's other half had behind `start` may be gone, and with it the use of later checkpoints
+            kept.part(table, seq_id, n_tokens if done else start)
+        return done
+
+    def _arrive(self, kept: CheckpointStore, seq_id: int, done: bool, hold: int | None) -> None:
+        """A sequence is where it was to go back to; else it returns to `hold`, or has lost its state."""
+        table = self.table
+        if not done and hold is not None:
             table.go_to_pin(seq_id, hold)
-            history.start()
-            history.tokens, history.whole = was, whole
-            self._lost.discard(seq_id)
-        else:
+        elif not done:
             table.seq_rm(seq_id, -1, -1)
-            history.tokens, history.whole = was, False
-            self._lost.add(seq_id)
+        (self._lost.discard if done or hold is not None else self._lost.add)(seq_id)
         if hold is not None:
             table.unpin(hold)
-        return done
 
     def _hold(self, kept: CheckpointStore, seq_id: int, base: Checkpoint | None) -> int | None:
         """A pin on the state that a sequence is about to leave, so that it can be had back; None if it can't."""
@@ -468,8 +476,9 @@ class RecurrentCache:
         if kept.own_lineage or table.tail(seq_id) == CELL_NONE:
             return None
         held = {table.pin_cell(each.pin) for each in kept}
-        if table.tail(seq_id) not in held and len(held) >= kept.n_cells and not kept.evict(table, spare=base):
-            return None
+        if table.tail(seq_id) not in held and len(held) >= kept.n_cells:
+            if not kept.evict(table, not_held=True, spare=base):
+                return None
         return table.pin(seq_id)
 
     def _go_to(self, kept: CheckpointStore, seq_id: int, one: Checkpoint | None) -> None:
@@ -696,7 +705,7 @@ class RecurrentCache:
             return self._with_checkpoints().shared(token_array(tokens))
 
     def _switch(self, kept: CheckpointStore, seq_id: int, one: Checkpoint) -> None:
-        kept.leaves(self.table, seq_id, one)
+        kept.leaves(self.table, seq_id, to=one)
         self._go_to(kept, seq_id, one)
 
     def tokens(self, seq_id: int) -> Int32Array:

@@ -202,7 +202,7 @@ class CheckpointStore:
         for seq_id in ubatch.primary:
             history = seqs[seq_id]
             if tails[seq_id] == CELL_NONE:
-                history.start()
+                self.emptied(table, seq_id)
                 continue
             n_tokens = len(history.tokens)
             since = n_tokens - history.since
@@ -228,7 +228,7 @@ class CheckpointStore:
         """Keeps the state of a sequence as it is. None: it is empty, or every cell is held, which is counted.
 
         A state that is kept already is not kept twice. What the cache keeps by itself must be known by its tokens;
-        `held` ones may be without. `spare` does not give way for it.
+        `held` ones may be without. `spare` does not give way to it.
         """
         cell_id = table.tail(seq_id)
         if cell_id == CELL_NONE:
@@ -383,13 +383,13 @@ class CheckpointStore:
 
     # what happens to sequences
 
-    def leaves(self, table: CellTable, seq_id: int, target: Checkpoint | None = None) -> None:
-        """A sequence is about to leave its state, for `target` perhaps: keeps it if that is worth it."""
+    def leaves(self, table: CellTable, seq_id: int, to: Checkpoint | None = None) -> None:
+        """A sequence is about to leave its state, for that of `to`: keeps it if that is worth it."""
         history = self.histories[seq_id]
         if self.own_lineage or not history.whole or not history.tokens:
             return  # the other half of a lineage will not come back
         if self.policy.keep_left(len(history.tokens) - history.since):
-            self.make(table, seq_id, spare=target)
+            self.make(table, seq_id, spare=to)
 
     def cut(self, table: CellTable, seq_id: int, n_tokens: int) -> None:
         """A sequence has gone back to its first `n_tokens` tokens, of what its record says."""

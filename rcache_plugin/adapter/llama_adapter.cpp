@@ -54,6 +54,7 @@ struct rcache_state {
     uint32_t              n_batches   = 0;     // batches under way
     uint32_t              tail        = 0;     // tokens at the end of a prompt that get a ubatch of their own
     uint32_t              tail_from   = 0;     // in prompts of at least so many tokens
+    bool                  silent      = false; // seq_pos_min tells nothing, so that a hybrid memory tells the other half's
 
     ~rcache_state() {
         if (table) {
@@ -160,19 +161,18 @@ bool in_order(const std::vector<llama_ubatch> & ubatches) {
     return true;
 }
 
-// In a hybrid memory a sequence that starts at position 0 has an empty attention half, or llama_decode would have refused
-// the batch. What our half still holds of it then was left by a restore that failed in the other half.
-void drop_left_over(const rcache_vtable * table, const std::vector<llama_ubatch> & ubatches) {
+// A hybrid memory takes a sequence as empty when one half is: after a step that failed ours is, after a restore that
+// failed in the attention half that one. When such a sequence starts at position 0, what the other half still holds goes.
+void drop_left_over(const rcache_state & state, const std::vector<llama_ubatch> & ubatches) {
     std::set<llama_seq_id> seen;
+    llama_memory_t memory = llama_get_memory(state.lctx);
     for (const auto & ubatch : ubatches) {
         for (uint32_t s = 0; s < ubatch.n_seqs; ++s) {
             const uint32_t i = s * ubatch.n_seq_tokens;
             for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
                 const llama_seq_id seq_id = ubatch.seq_id[i][j];
-                llama_pos last = -1;
-                if (seen.insert(seq_id).second && ubatch.pos[i] == 0 &&
-                    table->seq_pos_max(table->user, seq_id, &last) == RCACHE_STATUS_OK && last >= 0) {
-                    table->seq_rm(table->user, seq_id, -1, -1);
+                if (seen.insert(seq_id).second && ubatch.pos[i] == 0 && llama_memory_seq_pos_max(memory, seq_id) < 0) {
+                    llama_memory_seq_rm(memory, seq_id, -1, -1);
                 }
             }
         }
@@ -295,6 +295,34 @@ int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens
     }
     llama_batch_free(batch);
     return status == 0 ? RCACHE_STATUS_OK : RCACHE_STATUS_BACKEND;
+}
+
+// Whether the attention half of a hybrid still has all that a sequence has read. One with a sliding window forgets the
+// beginning, and hosts may have it removed; then nothing can be read again as it was.
+bool attention_is_whole(rcache_state & state, llama_seq_id seq_id) {
+    state.silent = true;
+    const llama_pos first = llama_memory_seq_pos_min(llama_get_memory(state.lctx), seq_id);
+    state.silent = false;
+    return first <= 0;
+}
+
+// In a hybrid, positions before the last one were removed or shifted in the attention half only: the state has read
+// tokens that are no longer there, so there is no way back. The table forgets a sequence's past when its position moves.
+void forget_past(const rcache_vtable * table, llama_seq_id seq_id, llama_pos last) {
+    if (last < std::numeric_limits<llama_pos>::max() - 1) {
+        table->seq_add(table->user, seq_id, last, last + 1, 1);
+        table->seq_add(table->user, seq_id, last + 1, last + 2, -1);
+    }
+}
+
+// As forget_past, after a shift of [p0, p1) that has left the last position alone.
+void forget_if_cut(const rcache_state & state, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    llama_pos last = -1;
+    const auto * table = state.table;
+    if (state.hybrid && table->seq_pos_max(table->user, seq_id, &last) == RCACHE_STATUS_OK &&
+        p1 >= 0 && p1 <= last && p1 > std::max(p0, 0)) {
+        forget_past(table, seq_id, last);
+    }
 }
 
 [[noreturn]] void unused(const char * what) {
@@ -466,8 +494,8 @@ llama_memory_context_ptr llama_memory_recurrent::init_update(llama_context * lct
 
 bool llama_memory_recurrent::prepare(const std::vector<llama_ubatch> & ubatches) {
     auto & state = state_of(*this);
-    if (state.hybrid) {
-        drop_left_over(state.table, ubatches);
+    if (state.hybrid && state.lctx) {
+        drop_left_over(state, ubatches);
     }
     std::vector<std::unique_ptr<ubatch_view>> views;
     std::vector<rcache_ubatch>                all;
@@ -501,21 +529,30 @@ void llama_memory_recurrent::clear(bool data) {
 }
 
 bool llama_memory_recurrent::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    const auto & state = state_of(*this);
+    auto & state = state_of(*this);
     const auto * table = state.table;
     llama_pos last = -1;
-    if (seq_id >= 0 && (p1 >= 0 || state.n_batches > 0)) {
+    if (seq_id >= 0 && (p1 >= 0 || state.n_batches > 0 || state.hybrid)) {
         table->seq_pos_max(table->user, seq_id, &last);
     }
     if (p1 >= 0 && p1 <= last) {
         // llama.cpp takes a range that ends before the last position as one that the state need not forget, which is
         // what makes a context shift possible
+        forget_if_cut(state, seq_id, p0, p1);
         return true;
     }
-    if (state.n_batches > 0 && last >= std::max(p0, 0)) {
-        // llama_decode takes back a ubatch that it could not compute: its rows may be half written
-        done(table, "discard_slot", table->discard_slot(table->user));
+    if (state.n_batches > 0) {
+        // llama_decode takes back a ubatch that it could not compute: its rows may be half written. It does so sequence by
+        // sequence, and no other decode is possible meanwhile; the first call is for all
+        if (last >= std::max(p0, 0)) {
+            done(table, "discard_slot", table->discard_slot(table->user));
+        }
         return p0 > 0 || done(table, "seq_rm", table->seq_rm(table->user, seq_id, p0, p1));
+    }
+    const bool back = p0 > 0 && (last < 0 || p0 <= last - (llama_pos) n_rs_seq);
+    const bool one = seq_id >= 0 && (uint32_t) seq_id < n_seq_max;
+    if (back && one && state.hybrid && state.lctx && !attention_is_whole(state, seq_id)) {
+        return false;
     }
     return done(table, "seq_rm", table->seq_rm(table->user, seq_id, p0, p1));
 }
@@ -531,19 +568,26 @@ void llama_memory_recurrent::seq_keep(llama_seq_id seq_id) {
 }
 
 void llama_memory_recurrent::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
-    const auto * table = state_of(*this).table;
-    done(table, "seq_add", table->seq_add(table->user, seq_id, p0, p1, shift));
+    const auto & state = state_of(*this);
+    if (done(state.table, "seq_add", state.table->seq_add(state.table->user, seq_id, p0, p1, shift)) && shift != 0) {
+        forget_if_cut(state, seq_id, p0, p1);
+    }
 }
 
 void llama_memory_recurrent::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
-    const auto * table = state_of(*this).table;
-    done(table, "seq_div", table->seq_div(table->user, seq_id, p0, p1, d));
+    const auto & state = state_of(*this);
+    if (done(state.table, "seq_div", state.table->seq_div(state.table->user, seq_id, p0, p1, d)) && d != 1) {
+        forget_if_cut(state, seq_id, p0, p1);
+    }
 }
 
 llama_pos llama_memory_recurrent::seq_pos_min(llama_seq_id seq_id) const {
-    const auto * table = state_of(*this).table;
+    const auto & state = state_of(*this);
     llama_pos pos = -1;
-    done(table, "seq_pos_min", table->seq_pos_min(table->user, seq_id, &pos));
+    if (state.silent) {
+        return pos;
+    }
+    done(state.table, "seq_pos_min", state.table->seq_pos_min(state.table->user, seq_id, &pos));
     return pos;
 }
 
