@@ -33,6 +33,7 @@ def load_scenario(path: Path) -> ctypes.CDLL:
     """The compiled abi_scenario.c with its argument types set."""
     library = ctypes.CDLL(str(path))
     library.abi_run_factory.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
+    library.abi_run_checkpoints.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.abi_run_threads.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.abi_run_closed.argtypes = [ctypes.c_void_p]
     library.abi_call_at_exit.argtypes = [ctypes.c_void_p]

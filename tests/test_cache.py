@@ -355,3 +355,75 @@ def test_every_cut_of_a_state_is_refused_and_nothing_changes() -> None:
                     cache.state_read(io.BytesIO(blob[:length]), seq_id)
             assert same_columns(cache.table.columns(), columns)
             assert read_row(cache, 0) == {1.0} and read_row(cache, 1) == {2.0}
+
+
+# --- checkpoints, with rows ------------------------------------------------------------------------------------------
+
+
+def with_checkpoint(cache: RecurrentCache) -> int:
+    """Sequence 0 goes on from a kept state; returns the cell that keeps it. The rows of each cell hold its number."""
+    cache.find_slot(UBatch.single(0, 0, 3, [5, 6, 7]))
+    kept = cache.checkpoint(0)
+    cache.find_slot(UBatch.single(0, 3, 1, [8]))
+    cache.find_slot(UBatch.single(1, 0, 2, [1, 2]))
+    for cell in range(cache.size):
+        write_row(cache, cell, cell + 1.0)
+    assert kept is not None
+    return cache.table.pin_cell(kept.pin)
+
+
+def test_a_state_is_written_without_checkpoints_and_restored_around_them() -> None:
+    import io
+
+    with RecurrentCache(SPEC, 2, checkpoint_cells=2) as cache, RecurrentCache(SPEC, 2) as plain:
+        cell = with_checkpoint(cache)
+        file = io.BytesIO()
+        cache.state_write(file)
+        assert len(file.getvalue()) == 4 + 2 * 12 + 8 + 4 * 12 + 2 * SPEC.cell_bytes
+        rows = [read_row(cache, cache.table.tail(seq)) for seq in (0, 1)]
+        for target in (cache, plain):
+            for seq_id in (-1, 0):
+                one = io.BytesIO()
+                cache.state_write(one, seq_id)
+                target.state_read(io.BytesIO(one.getvalue()), seq_id)
+                target.table.check()
+                assert read_row(target, target.table.tail(0)) == rows[0]
+        assert [plain.seq_pos_max(seq) for seq in (0, 1)] == [3, 1] and read_row(plain, plain.table.tail(1)) == rows[1]
+        assert read_row(cache, cell) == {cell + 1.0} and len(cache.checkpoints()) == 1
+        assert cache.tokens(0).tolist() == []  # what came in by bytes is not known by its tokens
+        cache.set_tokens(0, [5, 6, 7, 8])
+        assert cache.seq_rm(0, 3, -1) and cache.table.tail(0) == cell
+
+
+def test_more_states_than_cells_take_those_of_checkpoints() -> None:
+    import io
+
+    with RecurrentCache(SPEC, 4) as larger, RecurrentCache(SPEC, 2, n_seq_max=4, checkpoint_cells=2) as cache:
+        for seq in range(4):
+            larger.find_slot(UBatch.single(seq, seq))
+        file = io.BytesIO()
+        larger.state_write(file)
+        with_checkpoint(cache)
+        cache.state_read(io.BytesIO(file.getvalue()))
+        assert cache.positions() == [0, 1, 2, 3] and cache.checkpoints() == []
+        assert cache.stats().checkpoints_evicted == 1
+        cache.table.check()
+
+
+def test_clearing_with_data_zeroes_the_rows_of_checkpoints_too() -> None:
+    with RecurrentCache(SPEC, 2, checkpoint_cells=2) as cache:
+        with_checkpoint(cache)
+        cache.clear(data=False)
+        assert len(cache.checkpoints()) == 1 and cache.used == 1
+        cache.clear(data=True)
+        assert cache.used == 0 and all(read_row(cache, cell) == {0.0} for cell in range(cache.size))
+
+
+def test_resizing_moves_the_rows_of_checkpoints() -> None:
+    with RecurrentCache(SPEC, 3, checkpoint_cells=2) as cache:
+        cell = with_checkpoint(cache)
+        (kept,) = cache.checkpoints()
+        for n_cells in (6, 2):
+            cache.resize(n_cells)
+            assert cache.size == n_cells + 2 and kept.valid
+            assert read_row(cache, cache.table.pin_cell(kept.pin)) == {cell + 1.0}

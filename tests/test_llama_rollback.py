@@ -6,7 +6,6 @@ both were read in the same batches, else within 1e-3 of the largest.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

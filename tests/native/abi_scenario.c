@@ -234,6 +234,94 @@ int abi_run_factory(const struct rcache_factory * factory, int placement, int us
     return line;
 }
 
+/* What the host keeps for its replay: the rows, and how many tokens were read again. */
+struct replay_data {
+    const struct rcache_vtable * table;
+    uint64_t * rows;
+    int32_t    n_tokens;
+    int        fails;
+};
+
+static int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens) {
+    struct replay_data * host = data;
+    int32_t pos[64];
+    const int32_t one = 1, * ids[] = { &seq_id };
+    if (host->fails || n_tokens > 64) {
+        return RCACHE_STATUS_REFUSED;
+    }
+    for (uint32_t i = 0; i < n_tokens; i++) {
+        pos[i] = pos0 + (int32_t) i;
+    }
+    const struct rcache_ubatch u = {
+        .struct_size = sizeof(u), .n_seqs = 1, .n_seq_tokens = n_tokens, .n_seq_id = &one, .seq_id = ids, .pos = pos,
+        .token = tokens,
+    };
+    host->n_tokens += (int32_t) n_tokens;
+    return host->table->prepare(host->table->user, &u, 1) == RCACHE_STATUS_OK && step(host->table, host->rows, &u, 0) == 0
+               ? RCACHE_STATUS_OK : RCACHE_STATUS_BACKEND;
+}
+
+/* Going back: to a mark without reading, elsewhere with a replay, nowhere without one. */
+int abi_run_checkpoints(const struct rcache_factory * factory, uint32_t flags) {
+    const uint32_t n_embd[] = { 4 };
+    struct rcache_spec spec = {
+        .abi_version = RCACHE_ABI_VERSION, .struct_size = sizeof(spec), .n_cells = 2, .n_layer = 1,
+        .n_embd_r = n_embd, .n_embd_s = n_embd, .checkpoint_cells = 3, .flags = flags,
+    };
+    uint64_t rows[MAX_CELLS] = { 0 }, ledger[MAX_SEQS] = { 0 }, after[32];
+    const struct rcache_vtable * t = NULL;
+    const int use_mask = 0;
+    int32_t pos = 0;
+    CHECK(factory->create(factory->user, &spec, &t) == RCACHE_STATUS_OK && t);
+    struct replay_data host = { .table = t, .rows = rows };
+    struct rcache_info info = { .struct_size = sizeof(info) };
+    CHECK(t->info(t->user, &info) == RCACHE_STATUS_OK && info.size == 5 && info.n_seq_max == 2);
+    CHECK(t->mark(t->user, 0) == RCACHE_STATUS_REFUSED); /* it is empty */
+    CHECK(t->mark(t->user, 7) == RCACHE_STATUS_INVALID);
+
+    for (int i = 0; i < 20; i++) {
+        DECODE(1, 0);
+        after[i] = ledger[0];
+        if (i == 9) {
+            CHECK(t->mark(t->user, 0) == RCACHE_STATUS_OK);
+        }
+    }
+    CHECK(t->seq_rm(t->user, 0, 15, -1) == RCACHE_STATUS_REFUSED); /* no replay was set */
+    CHECK(t->seq_pos_max(t->user, 0, &pos) == RCACHE_STATUS_OK && pos == 19);
+    CHECK(t->set_replay(t->user, replay, &host) == RCACHE_STATUS_OK);
+    host.fails = flags == 0;
+    if (host.fails) { /* nothing has changed then */
+        CHECK(t->seq_rm(t->user, 0, 15, -1) == RCACHE_STATUS_REFUSED);
+        CHECK(t->seq_pos_max(t->user, 0, &pos) == RCACHE_STATUS_OK && pos == 19);
+        host.fails = 0;
+    }
+    CHECK(t->seq_rm(t->user, 0, 15, -1) == RCACHE_STATUS_OK && host.n_tokens == 5);
+    CHECK(t->seq_pos_max(t->user, 0, &pos) == RCACHE_STATUS_OK && pos == 14);
+    ledger[0] = after[14];
+    CHECK(verify(t, rows, ledger, 1, use_mask) == 0);
+    CHECK(t->seq_rm(t->user, 0, 10, -1) == RCACHE_STATUS_OK && host.n_tokens == 5); /* the mark */
+    ledger[0] = after[9];
+    CHECK(verify(t, rows, ledger, 1, use_mask) == 0);
+
+    /* the graph fails: the state is gone, a step above position 0 is refused, going back is not */
+    DECODE(1, 0);
+    CHECK(t->discard_slot(t->user) == RCACHE_STATUS_OK);
+    const int32_t zero = 0, one = 1, eleven = 11, * ids[] = { &zero };
+    struct rcache_slot slot = { .struct_size = sizeof(slot) };
+    const struct rcache_ubatch u = {
+        .struct_size = sizeof(u), .n_seqs = 1, .n_seq_tokens = 1, .n_seq_id = &one, .seq_id = ids, .pos = &eleven,
+        .token = &one,
+    };
+    CHECK(t->prepare(t->user, &u, 1) == RCACHE_STATUS_IO && t->find_slot(t->user, &u, &slot) == RCACHE_STATUS_IO);
+    CHECK(t->seq_rm(t->user, 0, 10, -1) == RCACHE_STATUS_OK);
+    ledger[0] = after[9];
+    CHECK(verify(t, rows, ledger, 1, use_mask) == 0);
+    CHECK(t->set_replay(t->user, NULL, NULL) == RCACHE_STATUS_OK);
+    CHECK(t->seq_rm(t->user, 0, 5, -1) == RCACHE_STATUS_REFUSED);
+    t->destroy(t->user);
+    return 0;
+}
+
 struct thread_job {
     const struct rcache_vtable * table;
     int32_t seq_id;
@@ -298,6 +386,8 @@ static int closed(const struct rcache_vtable * t, int plan_is_left) {
     CHECK(t->seq_pos_min(t->user, 0, &pos) == RCACHE_STATUS_CLOSED);
     CHECK(t->seq_pos_max(t->user, 0, &pos) == RCACHE_STATUS_CLOSED);
     CHECK(t->clear(t->user, 1) == RCACHE_STATUS_CLOSED);
+    CHECK(t->mark(t->user, 0) == RCACHE_STATUS_CLOSED);
+    CHECK(t->set_replay(t->user, NULL, NULL) == RCACHE_STATUS_CLOSED);
     CHECK(t->get_can_shift(t->user) == RCACHE_STATUS_CLOSED);
     CHECK(t->info(t->user, &info) == RCACHE_STATUS_CLOSED);
     CHECK(t->r_tensor(t->user, 0, &tensor) == RCACHE_STATUS_CLOSED);
