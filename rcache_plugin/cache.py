@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .cells import CellTable
 from .errors import ClosedError, InvalidArgument, StateError, Unsupported
-from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
+from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_next, plan_slots
 from .spec import CacheSpec, Which
 from .state_io import (
     FLAG_ON_DEVICE,
@@ -42,7 +42,8 @@ class PlanObserver(Protocol):
         """Called after each slot, and with None when there is no slot any more."""
 
     def changed(self) -> None:
-        """Called after any other change of the table."""
+        """Called after any other change of the table, and of what its next steps need: until then a step of the same
+        sequences as the last one counts as one that fits."""
 
 
 class _RowBytes:
@@ -201,6 +202,8 @@ class RecurrentCache:
         """
         with self._lock:
             plan = self._take_prepared(ubatch)
+            if plan is None and self._plan is not None:
+                plan = plan_next(self.table, self._plan, ubatch)
             if plan is None:
                 plans = plan_slots(self._open(), (ubatch,), self.placement, self._can_move)
                 if plans is None:
@@ -235,12 +238,6 @@ class RecurrentCache:
         for observer in self.observers:
             observer.publish(plan)
 
-    @property
-    def next_prepared(self) -> UBatch | None:
-        """The ubatch that `prepare` has planned next, if its plan still holds."""
-        prepared = self._prepared
-        return prepared[0][0] if prepared and prepared[0][1].epoch == self.table.epoch else None
-
     def _changed(self) -> None:
         for observer in self.observers:
             observer.changed()
@@ -250,7 +247,7 @@ class RecurrentCache:
         if self._prepared:
             planned, plan = self._prepared.popleft()
             if plan.epoch == table.epoch and planned.same_as(ubatch):
-                return plan
+                return plan if planned is ubatch else plan._replace(ubatch=ubatch)  # the tokens may differ
             self._prepared.clear()
         return None
 
