@@ -16,6 +16,16 @@
 #include "rcache_handle.h"
 #include "rcache_callbacks.h"
 
+#define MAX_TOKENS (1 << 24) /* of one ubatch: what says more is damaged */
+
+/* Ubatches as numbers, one after the other: n_seqs, n_seq_tokens, whether there are tokens, n_seq_id, the ids of each
+ * set, the positions, the tokens. */
+struct ubatches {
+    int32_t * data;
+    size_t room;
+    size_t used;
+};
+
 struct rcache_handle {
     struct rcache_vtable table;
     uint64_t key;
@@ -34,6 +44,16 @@ struct rcache_handle {
     int32_t n_pos;         /* sequences of the cache */
     int32_t pos_room;
     int32_t * pos;
+    /* What spares Python work: what it was last asked to prepare, and the sets of the last slot. Only tried for, never
+     * waited for: see op_seq_pos. */
+    pthread_mutex_t step_lock;
+    struct ubatches prepared;
+    size_t prepared_read;         /* how much of it find_slot has taken */
+    uint64_t prepared_number;     /* of the next one to take */
+    uint64_t prepared_end;
+    struct ubatches slot;         /* the last slot's ubatch */
+    unsigned long long slot_at;   /* changes after that slot; 0: none */
+    atomic_ullong n_batches;      /* that the host has prepared */
     pthread_mutex_t error_lock;
     char * error;
 };
@@ -71,8 +91,121 @@ static void leave(void) {
     leave();                                             \
     return status
 
+static atomic_ullong next_number = 1;
+
+/* Whether all that is read below is there. What is not is left to Python, which says what is wrong. */
+static int readable(const struct rcache_ubatch * u) {
+    if (!u || u->struct_size < sizeof(*u) || !u->n_seq_id || !u->seq_id || !u->pos || u->n_seqs == 0 ||
+        u->n_seq_tokens == 0 || (uint64_t) u->n_seqs * u->n_seq_tokens > MAX_TOKENS) {
+        return 0;
+    }
+    for (uint32_t s = 0; s < u->n_seqs; s++) {
+        if (u->n_seq_id[s] < 1 || u->n_seq_id[s] > MAX_TOKENS || !u->seq_id[s]) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int keep_ints(struct ubatches * kept, const int32_t * values, size_t n) {
+    if (kept->used + n > kept->room) {
+        const size_t room = 2 * (kept->used + n);
+        int32_t * data = realloc(kept->data, room * sizeof(int32_t));
+        if (!data) {
+            return 0;
+        }
+        kept->data = data;
+        kept->room = room;
+    }
+    memcpy(kept->data + kept->used, values, n * sizeof(int32_t));
+    kept->used += n;
+    return 1;
+}
+
+static int keep_ubatch(struct ubatches * kept, const struct rcache_ubatch * u) {
+    const size_t n_tokens = (size_t) u->n_seqs * u->n_seq_tokens;
+    const int32_t sizes[3] = { (int32_t) u->n_seqs, (int32_t) u->n_seq_tokens, u->token != NULL };
+    int kept_all = keep_ints(kept, sizes, 3) && keep_ints(kept, u->n_seq_id, u->n_seqs);
+    for (uint32_t s = 0; s < u->n_seqs && kept_all; s++) {
+        kept_all = keep_ints(kept, u->seq_id[s], (size_t) u->n_seq_id[s]);
+    }
+    return kept_all && keep_ints(kept, u->pos, n_tokens) && (!u->token || keep_ints(kept, u->token, n_tokens));
+}
+
+static int same_ints(const int32_t ** kept, const int32_t * values, size_t n) {
+    const int same = memcmp(*kept, values, n * sizeof(int32_t)) == 0;
+    *kept += n;
+    return same;
+}
+
+/* Whether the sets are those kept at *kept, which then points behind them. */
+static int same_sets(const int32_t ** kept, const struct rcache_ubatch * u) {
+    if ((uint32_t) (*kept)[0] != u->n_seqs) {
+        return 0;
+    }
+    *kept += 3;
+    int same = same_ints(kept, u->n_seq_id, u->n_seqs);
+    for (uint32_t s = 0; s < u->n_seqs && same; s++) {
+        same = same_ints(kept, u->seq_id[s], (size_t) u->n_seq_id[s]);
+    }
+    return same;
+}
+
+/* Whether all is as kept at *kept, which then points behind it. */
+static int same_ubatch(const int32_t ** kept, const struct rcache_ubatch * u) {
+    const size_t n_tokens = (size_t) u->n_seqs * u->n_seq_tokens;
+    const int32_t * const sizes = *kept;
+    return (uint32_t) sizes[1] == u->n_seq_tokens && sizes[2] == (u->token != NULL) && same_sets(kept, u) &&
+           same_ints(kept, u->pos, n_tokens) && (!u->token || same_ints(kept, u->token, n_tokens));
+}
+
+/* Whether the ubatch goes on with the sets of the last slot and the cache is as that slot has left it. Each set then has
+ * a cell to itself, side by side and in order, so the ubatch fits. */
+static int goes_on(const struct rcache_handle * handle, const struct rcache_ubatch * u) {
+    const int32_t * kept = handle->slot.data;
+    if (handle->slot_at == 0 || handle->slot_at != atomic_load(&handle->changes) || !same_sets(&kept, u)) {
+        return 0;
+    }
+    int32_t lowest = 0;
+    for (uint32_t i = 0; i < u->n_seqs * u->n_seq_tokens; i++) {
+        lowest = u->pos[i] < lowest ? u->pos[i] : lowest;
+    }
+    return lowest == 0;
+}
+
 static int32_t op_prepare(void * user, const struct rcache_ubatch * ubatches, uint32_t n_ubatches) {
-    CALL_PYTHON(user, rcache_py_prepare(handle->key, ubatches, n_ubatches));
+    struct rcache_handle * handle = user;
+    if (!enter(handle)) {
+        return RCACHE_STATUS_CLOSED;
+    }
+    atomic_fetch_add(&handle->n_batches, 1);
+    const int locked = pthread_mutex_trylock(&handle->step_lock) == 0;
+    int fits = locked && ubatches && n_ubatches > 0;
+    for (uint32_t i = 0; i < n_ubatches && fits; i++) {
+        fits = readable(ubatches + i) && goes_on(handle, ubatches + i);
+    }
+    int32_t status = RCACHE_STATUS_OK;
+    if (locked) {
+        handle->prepared.used = handle->prepared_read = 0;
+        handle->prepared_number = handle->prepared_end = 0;
+    }
+    if (!fits) {
+        const uint64_t number = atomic_fetch_add(&next_number, n_ubatches);
+        status = rcache_py_prepare(handle->key, ubatches, n_ubatches, number);
+        if (locked && status == RCACHE_STATUS_OK) {
+            int kept = 1;
+            for (uint32_t i = 0; i < n_ubatches && kept; i++) {
+                kept = readable(ubatches + i) && keep_ubatch(&handle->prepared, ubatches + i);
+            }
+            handle->prepared_number = number;
+            handle->prepared_end = kept ? number + n_ubatches : number;
+        }
+    }
+    if (locked) {
+        pthread_mutex_unlock(&handle->step_lock);
+    }
+    leave();
+    return status;
 }
 
 /* After a find_slot that was the only change since: its sequences are where the ubatch ends. */
@@ -100,9 +233,37 @@ static int32_t op_find_slot(void * user, const struct rcache_ubatch * ubatch, st
         return RCACHE_STATUS_CLOSED;
     }
     const unsigned long long before = atomic_load(&handle->changes);
-    const int32_t status = rcache_py_find_slot(handle->key, ubatch, slot);
+    const int locked = pthread_mutex_trylock(&handle->step_lock) == 0;
+    uint64_t prepared = 0, goes_on_at = 0;
+    if (locked && readable(ubatch)) {
+        if (handle->prepared_number < handle->prepared_end) {
+            const int32_t * kept = handle->prepared.data + handle->prepared_read;
+            if (same_ubatch(&kept, ubatch)) {
+                prepared = handle->prepared_number++;
+                handle->prepared_read = (size_t) (kept - handle->prepared.data);
+            } else {
+                handle->prepared_end = 0;
+            }
+        } else if (goes_on(handle, ubatch)) {
+            goes_on_at = handle->slot_at;
+        }
+    }
+    const int32_t status = rcache_py_find_slot(
+        handle->key, ubatch, slot, prepared, goes_on_at, atomic_load(&handle->n_batches));
     if (status == RCACHE_STATUS_OK) {
         follow_positions(handle, ubatch, before);
+    }
+    if (locked) {
+        if (!goes_on_at || status != RCACHE_STATUS_OK) {
+            handle->slot_at = 0;
+            handle->slot.used = 0;
+            if (status == RCACHE_STATUS_OK && readable(ubatch) && keep_ubatch(&handle->slot, ubatch)) {
+                handle->slot_at = before + 1;
+            }
+        } else {
+            handle->slot_at = before + 1;
+        }
+        pthread_mutex_unlock(&handle->step_lock);
     }
     leave();
     return status;
@@ -268,6 +429,9 @@ static void let_go(struct rcache_handle * handle) {
     }
     pthread_mutex_destroy(&handle->error_lock);
     pthread_mutex_destroy(&handle->pos_lock);
+    pthread_mutex_destroy(&handle->step_lock);
+    free(handle->prepared.data);
+    free(handle->slot.data);
     free(handle->pos);
     free(handle->error);
     free(handle->plan_s_copy);
@@ -295,6 +459,12 @@ struct rcache_handle * rcache_handle_new(uint64_t key) {
     }
     if (pthread_mutex_init(&handle->pos_lock, NULL) != 0) {
         pthread_mutex_destroy(&handle->error_lock);
+        free(handle);
+        return NULL;
+    }
+    if (pthread_mutex_init(&handle->step_lock, NULL) != 0) {
+        pthread_mutex_destroy(&handle->error_lock);
+        pthread_mutex_destroy(&handle->pos_lock);
         free(handle);
         return NULL;
     }
@@ -469,6 +639,10 @@ void rcache_move_rows(char * const * data, const uint64_t * row_bytes, uint32_t 
             }
         }
     }
+}
+
+unsigned long long rcache_handle_changes(const struct rcache_handle * handle) {
+    return atomic_load(&handle->changes);
 }
 
 int32_t rcache_ubatch_ids(const struct rcache_ubatch * ubatch, int32_t * ids) {

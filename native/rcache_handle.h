@@ -19,6 +19,9 @@ int32_t rcache_handle_publish(struct rcache_handle * handle, int32_t n, const in
 /* The cache has changed otherwise than by the find_slot under way: positions known here are void. */
 void rcache_handle_touch(struct rcache_handle * handle);
 
+/* How many changes there have been; each publish and each touch is one. */
+unsigned long long rcache_handle_changes(const struct rcache_handle * handle);
+
 /* Keeps the text of an error for last_error. */
 void rcache_handle_set_error(struct rcache_handle * handle, const char * text);
 void rcache_factory_set_error(const char * text);

@@ -19,7 +19,7 @@ from .cells import CellTable
 from .checkpoint import Checkpoint, CheckpointPolicy, CheckpointStore, DefaultPolicy, Stats
 from .errors import ClosedError, InvalidArgument, StateError, Unsupported
 from .history import token_array
-from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_slots
+from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_next, plan_slots
 from .spec import CacheSpec, Which
 from .state_file import (
     Header,
@@ -62,7 +62,8 @@ class PlanObserver(Protocol):
         """Called after each slot, and with None when there is no slot any more."""
 
     def changed(self) -> None:
-        """Called after any other change of the table."""
+        """Called after any other change of the table, and of what its next steps need: until then a step of the same
+        sequences as the last one counts as one that fits."""
 
 
 Replay = Callable[[int, int, Int32Array], bool]
@@ -243,8 +244,10 @@ class RecurrentCache:
             if plans is not None or self._kept is None or not self._kept.evict(self.table):
                 return plans
 
-    def find_slot(self, ubatch: UBatch) -> SlotPlan | None:
+    def find_slot(self, ubatch: UBatch, batch: int = 0) -> SlotPlan | None:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
+
+        `batch` numbers the batch that the ubatch is a part of, when the host knows better than `prepare`; 0: it doesn't.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
         sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
@@ -257,10 +260,14 @@ class RecurrentCache:
                 self._check_lost((ubatch,))
             kept = self._kept
             if kept is not None:
-                if not self._prepared:
+                if batch:
+                    self._batch = batch
+                elif not self._prepared:
                     self._batch += 1  # a host that does not prepare has batches of one ubatch
                 kept.before_step(self.table, ubatch, self._batch)
             plan = self._take_prepared(ubatch)
+            if plan is None and self._plan is not None:
+                plan = plan_next(self.table, self._plan, ubatch)
             if plan is None:
                 plans = self._find_plans((ubatch,))
                 if plans is None:
@@ -308,12 +315,6 @@ class RecurrentCache:
         for observer in self.observers:
             observer.publish(plan)
 
-    @property
-    def next_prepared(self) -> UBatch | None:
-        """The ubatch that `prepare` has planned next, if its plan still holds."""
-        prepared = self._prepared
-        return prepared[0][0] if prepared and prepared[0][1].epoch == self.table.epoch else None
-
     def _changed(self) -> None:
         for observer in self.observers:
             observer.changed()
@@ -323,7 +324,7 @@ class RecurrentCache:
             planned, plan = self._prepared.popleft()
             if planned is ubatch or planned.same_as(ubatch):
                 if plan.epoch == self.table.epoch:
-                    return plan
+                    return plan if planned is ubatch else plan._replace(ubatch=ubatch)  # the tokens may differ
             else:
                 self._prepared.clear()
         return None
@@ -381,8 +382,8 @@ class RecurrentCache:
         The end of a sequence, ``[p0, -1)``, can be removed whenever its tokens are known and there is a way back: the
         sequence goes to the nearest checkpoint that has read no more than `p0` tokens, and what is missing up to `p0`
         is read again (see `Replay`; needs a replay, and at most `max_replay` tokens). False, and nothing has changed,
-        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage`, and when
-        every cell for checkpoints is held, it is lost, see `discard_slot`.
+        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage`, and
+        when every cell for checkpoints is held, it is lost, see `discard_slot`.
 
         Checkpoints stay when a sequence is removed. With `own_lineage` those behind `p0` go.
         """

@@ -69,6 +69,8 @@ class SlotPlan(NamedTuple):
     gaps: tuple[tuple[int, int, int], ...]
     """(seq_id, position before, position after) of sequences whose positions are not consecutive."""
     delta: CellDelta
+    ubatch: UBatch
+    """What the plan is for."""
     moves: tuple[Move, ...] = ()
     """Rows to be moved in this order before row `rs_z` is cleared and the plan is committed; all else here holds after
     that. Empty unless the planner was allowed moves."""
@@ -114,6 +116,33 @@ def plan_slots(
         for delta, epoch in reversed(undo):
             table.apply(delta, epoch)
     return tuple(plans)
+
+
+def plan_next(table: CellTable, last: SlotPlan, ubatch: UBatch) -> SlotPlan | None:
+    """The plan for a ubatch that goes on with the sets of the last slot; the same as `plan_slots` makes, for less.
+
+    None when that is not known: the sets are not those of `last.ubatch` (the very object, see `UBatch.next`), or the
+    table has changed since `last` was committed.
+    """
+    if ubatch.seq_ids is not last.ubatch.seq_ids or last.epoch_after != table.epoch:
+        return None
+    # after a slot each set has a cell to itself, side by side and in the ubatch's order
+    head, n, step = last.head, ubatch.n_seqs, ubatch.n_seq_tokens
+    before = last.ubatch.pos_last
+    gaps: tuple[tuple[int, int, int], ...] = ()
+    if [pos + step for pos in before] != ubatch.pos_last:
+        gaps = tuple(
+            (seq_id, pos, after)
+            for seq_id, pos, after in zip(ubatch.primary, before, ubatch.pos_last, strict=True)
+            if after != pos + step
+        )
+    if last.rs_z == CELL_NONE and last.delta.owners is None and last.n == n:
+        rows, cells = last.src, last.delta.src
+    else:
+        cells = list(range(head, head + n))
+        rows = _frozen_rows(cells)
+    delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, cells, None, (), (), _kept_by(table, ubatch, head))
+    return SlotPlan(table.epoch, table.new_epoch(), head, n, n, CELL_NONE, rows, rows, gaps, delta, ubatch)
 
 
 def commit(table: CellTable, plan: SlotPlan) -> None:
@@ -201,7 +230,7 @@ def _plan_among_own(table: CellTable, ubatch: UBatch) -> SlotPlan | None:
         tails = [(seq_id, cell_id) for ids, cell_id in zip(ubatch.seq_ids, window, strict=True) for seq_id in ids]
         delta = CellDelta(head, n, CELL_NONE, head, ubatch.pos_last, window, ubatch.owners, (), tails,
                           _kept_by(table, ubatch, head))
-    return SlotPlan(table.epoch, table.new_epoch(), head, n, n, CELL_NONE, rows, rows, gaps, delta)
+    return SlotPlan(table.epoch, table.new_epoch(), head, n, n, CELL_NONE, rows, rows, gaps, delta, ubatch)
 
 
 def _kept_by(table: CellTable, ubatch: UBatch, head: int) -> list[tuple[int, Snapshots]]:
@@ -395,7 +424,7 @@ class _Draft:
         )
         return SlotPlan(
             self.table.epoch, self.table.new_epoch(), first, n, n_seqs, rs_z, rows, s_copy, gaps, delta,
-            tuple(self.moves),
+            ubatch, tuple(self.moves),
         )
 
     def snapshots(self, src: list[int], outside: list[int]) -> list[tuple[int, Snapshots]]:

@@ -208,6 +208,29 @@ class UBatch:
         self._fill(sets, ids, list(sets), False, pos, token)
         return self
 
+    def next(self, pos: bytes, token: bytes | None, n_seq_tokens: int, pos_last: list[int]) -> UBatch:
+        """The same sets with other tokens, unchecked: for whoever knows that the positions are not negative.
+
+        `pos` and `token` are int32 [n_seqs * n_seq_tokens], `pos_last` is [n_seqs]. The sets are shared, so ``a.next(
+        ...).seq_ids is a.seq_ids``.
+        """
+        new = UBatch.__new__(UBatch)
+        put = object.__setattr__
+        put(new, "seq_ids", self.seq_ids)
+        put(new, "n_seqs", self.n_seqs)
+        put(new, "n_seq_tokens", n_seq_tokens)
+        put(new, "n_tokens", self.n_seqs * n_seq_tokens)
+        put(new, "primary", self.primary)
+        put(new, "owners", self.owners)
+        put(new, "shared", self.shared)
+        put(new, "pos", np.frombuffer(pos, _INT32))
+        put(new, "pos_last", pos_last)
+        put(new, "token", None if token is None else np.frombuffer(token, _INT32))
+        put(new, "embd", None)
+        put(new, "output", None)
+        put(new, "batch_index", None)
+        return new
+
     @property
     def n_outputs(self) -> int:
         """Tokens whose output is wanted."""

@@ -30,10 +30,11 @@ from .ubatch import POS_NONE, SEQ_ANY, Int32Array, UBatch
 log = logging.getLogger(__name__)
 
 ABI_VERSION: int = lib.RCACHE_ABI_VERSION
+_OK, _NO_SLOT = int(Status.OK), int(Status.NO_SLOT)
 _PLACEMENT = {lib.RCACHE_PLACEMENT_CLASSIC: CLASSIC, lib.RCACHE_PLACEMENT_COMPACT: COMPACT}
 _MAX_TOKENS = 1 << 24  # of one ubatch; keeps a damaged struct from asking for gigabytes
 _EXIT_WAIT_MS = 2000
-_UBATCH_BYTES = ffi.sizeof("struct rcache_ubatch")
+_BYTES = {name: ffi.sizeof(f"struct {name}") for name in ("rcache_ubatch", "rcache_slot", "rcache_info", "rcache_io")}
 
 _keys = itertools.count(1)
 _tables: weakref.WeakValueDictionary[int, HostVTable] = weakref.WeakValueDictionary()
@@ -73,6 +74,9 @@ class HostVTable:
         self.cache = cache
         self.key = next(_keys)
         self.pending: BaseException | None = None
+        # what C refers to by number; written and read whole, since calls may come from several threads
+        self.prepared: tuple[int, list[UBatch]] = (0, [])
+        self.published: tuple[int, SlotPlan | None] = (0, None)
         # the C entries reach these through `key` and this object, so nothing else has to be kept alive for C
         self._s_copy, self._s_mask = s_copy, s_mask
         self._handle = lib.rcache_handle_new(self.key)
@@ -125,14 +129,20 @@ class HostVTable:
         """Hands the plan of the cache's last slot to the C readers of s_copy and s_mask. Raises `AllocationError`."""
         if self.closed:
             return
+        last = self.published[1]
         if plan is None:
             status = lib.rcache_handle_publish(self._handle, 0, ffi.NULL, ffi.NULL)
+        elif last is not None and plan.s_copy is last.s_copy and plan.src is last.src:
+            status = _OK  # C has these rows
+            lib.rcache_handle_touch(self._handle)
         else:
             status = lib.rcache_handle_publish(
                 self._handle, plan.n, ffi.from_buffer("int32_t[]", plan.s_copy), ffi.from_buffer("int32_t[]", plan.src)
             )
-        if status != Status.OK:
+        if status != _OK:
+            self.published = 0, None
             raise AllocationError("no memory to publish a plan")
+        self.published = lib.rcache_handle_changes(self._handle), plan
 
     def changed(self) -> None:
         """Voids the positions that C has kept."""
@@ -209,8 +219,10 @@ def _ubatch(c: Any) -> UBatch:
     """A `UBatch` from ``const struct rcache_ubatch *``. Raises `InvalidArgument` for a struct that cannot be."""
     if c == ffi.NULL:
         raise InvalidArgument("the ubatch is NULL")
-    if c.struct_size < _UBATCH_BYTES:
-        raise InvalidArgument(f"rcache_ubatch.struct_size is {c.struct_size}, at least {_UBATCH_BYTES} is needed")
+    if c.struct_size < _BYTES["rcache_ubatch"]:
+        raise InvalidArgument(
+            f"rcache_ubatch.struct_size is {c.struct_size}, at least {_BYTES['rcache_ubatch']} is needed"
+        )
     n_seqs, n_tokens = c.n_seqs, c.n_seqs * c.n_seq_tokens
     if not 0 < n_tokens <= _MAX_TOKENS:
         raise InvalidArgument(f"a ubatch of {n_seqs} sequences with {c.n_seq_tokens} tokens each")
@@ -228,48 +240,50 @@ def _ubatch(c: Any) -> UBatch:
     return UBatch([ffi.unpack(c.seq_id[s], count) for s, count in enumerate(counts)], pos, token)
 
 
-def _ubatch_of_slot(table: HostVTable, c: Any) -> UBatch:
-    """As `_ubatch`; what a host has just prepared, one sequence at a time, is recognised without being read again."""
-    planned = table.cache.next_prepared
-    if (
-        planned is not None
-        and planned.n_seqs == 1
-        and not planned.shared
-        and c != ffi.NULL
-        and c.struct_size >= _UBATCH_BYTES
-        and c.n_seqs == 1
-        and c.n_seq_tokens == planned.n_seq_tokens
-        and ffi.NULL not in (c.n_seq_id, c.seq_id, c.pos)
-        and c.n_seq_id[0] == 1
-        and c.seq_id[0] != ffi.NULL
-        and c.seq_id[0][0] == planned.primary[0]
-        and c.pos[planned.n_tokens - 1] == planned.pos_last[0]
-    ):
-        return planned
-    return _ubatch(c)
-
-
 def _out(struct: Any, kind: str) -> Any:
     """An output struct, checked. Raises `InvalidArgument`."""
-    if struct == ffi.NULL or struct.struct_size < ffi.sizeof(f"struct {kind}"):
+    if not struct or struct.struct_size < _BYTES[kind]:
         raise InvalidArgument(f"{kind} is NULL or its struct_size is not set")
     return struct
 
 
-def _prepare(table: HostVTable, ubatches: Any, n_ubatches: int) -> Status:
-    if n_ubatches and ubatches == ffi.NULL:
+def _prepare(table: HostVTable, c: Any, n_ubatches: int, number: int) -> int:
+    if n_ubatches and c == ffi.NULL:
         raise InvalidArgument("the ubatches are NULL")
-    fits = table.cache.prepare([_ubatch(ubatches + i) for i in range(n_ubatches)])
-    return Status.OK if fits else Status.NO_SLOT
+    ubatches = [_ubatch(c + i) for i in range(n_ubatches)]
+    table.prepared = number, ubatches
+    return _OK if table.cache.prepare(ubatches) else _NO_SLOT
 
 
-def _find_slot(table: HostVTable, ubatch: Any, slot: Any) -> Status:
+def _find_slot(table: HostVTable, c: Any, slot: Any, prepared: int, goes_on_at: int, n_batches: int) -> int:
     _out(slot, "rcache_slot")
-    plan = table.cache.find_slot(_ubatch_of_slot(table, ubatch))
+    ubatch = None
+    if prepared:
+        first, ubatches = table.prepared
+        if 0 <= prepared - first < len(ubatches):
+            ubatch = ubatches[prepared - first]
+    elif goes_on_at:
+        published_at, last = table.published
+        if published_at == goes_on_at and last is not None:
+            ubatch = _next_ubatch(last.ubatch, c)
+    plan = table.cache.find_slot(_ubatch(c) if ubatch is None else ubatch, n_batches)
     if plan is None:
-        return Status.NO_SLOT
+        return _NO_SLOT
     slot.head, slot.n, slot.rs_z = plan.head, plan.n, plan.rs_z
-    return Status.OK
+    return _OK
+
+
+def _next_ubatch(last: UBatch, c: Any) -> UBatch:
+    """What C has found to have the sets of `last`, and positions that can be."""
+    n_seqs, n_seq_tokens, at = last.n_seqs, c.n_seq_tokens, c.pos
+    n_tokens = n_seqs * n_seq_tokens
+    pos = ffi.buffer(at, 4 * n_tokens)[:]
+    token = ffi.buffer(c.token, 4 * n_tokens)[:] if c.token else None
+    if n_seqs == 1:
+        pos_last = [at[n_tokens - 1]]
+    else:
+        pos_last = ffi.unpack(at, n_tokens)[n_seq_tokens - 1 :: n_seq_tokens]
+    return last.next(pos, token, n_seq_tokens, pos_last)
 
 
 def _seq_rm(table: HostVTable, seq_id: int, p0: int, p1: int) -> Status:
@@ -323,7 +337,7 @@ class _CStream:
     """``struct rcache_io`` as the reader and writer of `state_io`. Raises `StateError` when the host's side fails."""
 
     def __init__(self, table: HostVTable, io: Any, needed: str) -> None:
-        if io == ffi.NULL or io.struct_size < ffi.sizeof("struct rcache_io") or getattr(io, needed) == ffi.NULL:
+        if io == ffi.NULL or io.struct_size < _BYTES["rcache_io"] or getattr(io, needed) == ffi.NULL:
             raise InvalidArgument(f"rcache_io is NULL, its struct_size is not set, or it has no {needed}")
         self._io = io
         self._cache = table.cache

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from naive_cache import NaiveBadId, NaiveCache
 
+from rcache_plugin import slots
 from rcache_plugin.cells import CellTable
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StalePlan
 from rcache_plugin.slots import SlotPlan, commit, discard, plan_slots
@@ -604,6 +605,48 @@ def test_a_moved_bystander_survives_a_failed_computation() -> None:
     table = filled(3, 3)
     discard(table, moving(table, [(0,), (2,)], [1, 1]))
     assert table.columns().seq_ids == ((), (), (1,))
+
+
+# ---- the next step of the same sequences
+
+
+def following(last: SlotPlan, pos: Sequence[int], n_seq_tokens: int = 1) -> UBatch:
+    data = np.array(pos, np.int32).tobytes()
+    return last.ubatch.next(data, data, n_seq_tokens, list(pos[n_seq_tokens - 1 :: n_seq_tokens]))
+
+
+@pytest.mark.parametrize("sets", [[(3,)], [(1,), (0,)], [(2, 0), (3,)]])
+@pytest.mark.parametrize("n_rs_seq", [0, 2])
+def test_the_next_step_is_planned_as_ever(sets: Sets, n_rs_seq: int) -> None:
+    table = CellTable(5, 4, n_rs_seq)
+    moving(table, [(0,), (1,), (2,), (3,)], [0] * 4)
+    last = moving(table, sets, [1] * len(sets))
+    for pos, n_seq_tokens in (([2], 1), ([3, 4], 2), ([4], 1), ([9], 1), ([10, 11, 12], 3)):
+        step = following(last, pos * len(sets), n_seq_tokens)
+        plans = plan_slots(table, [UBatch(sets, pos * len(sets))])
+        plan = slots.plan_next(table, last, step)
+        assert plans is not None and plan is not None and plan.ubatch is step
+        assert plan_values(plan) == plan_values(plans[0])
+        assert (plan.gaps == ()) == (pos[0] not in (4, 9))
+        commit(table, plan)
+        table.check()
+        last = plan
+
+
+def test_the_next_step_is_not_guessed() -> None:
+    table = filled(4, 2)
+    last = moving(table, [(0,), (1,)], [1, 1])
+    assert slots.plan_next(table, last, ubatch([(0,), (1,)], [2, 2])) is None, "equal sets, but not known to be"
+    step = following(last, [2, 2])
+    assert slots.plan_next(table, last, step) is not None
+    for change in (lambda: table.seq_cp(0, 5), lambda: table.seq_add(0, -1, -1, 1), lambda: table.seq_rm(0, -1, -1)):
+        last = moving(table, [(0,), (1,)], [9, 9])
+        change()
+        assert slots.plan_next(table, last, following(last, [10, 10])) is None
+
+
+def plan_values(plan: SlotPlan) -> list[Any]:
+    return [*slot(plan), plan.n_seqs, plan.gaps, plan.moves, plan.delta]
 
 
 # ---- situations of users

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import random
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from native_build import INCLUDE, compile_shared, load_scenario
 from tables import same_columns
 
-from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch, factory_address
+from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch, factory_address, vtable
 from rcache_plugin._rcache import ffi, lib
 from rcache_plugin.errors import (
     AbiMismatch,
@@ -63,8 +64,6 @@ def test_going_back_from_c(scenario: ctypes.CDLL, flags: int, capfd: pytest.Capt
 
 
 def test_factory_lets_go_of_what_it_made(scenario: ctypes.CDLL) -> None:
-    from rcache_plugin import vtable
-
     scenario.abi_run_factory(factory_address(), 0, 0, None)
     gc.collect()
     assert not vtable._owned_by_host
@@ -204,12 +203,170 @@ def test_only_what_was_prepared_is_taken_for_it(found: UBatch, ids: tuple[int, .
     cell = cache.table.cell(slot.head)
     assert (cell.seq_ids, cell.pos) == (ids, last)
     assert cache.table.snapshots(slot.head).kept == found.n_seq_tokens - 1
-    assert cache.next_prepared is None
-    client.seq_rm(-1)
-    assert client.prepare([UBatch.single(0, 0)]) and cache.next_prepared is not None
-    client.seq_cp(0, 1)  # any change voids the plan
-    assert cache.next_prepared is None
-    assert client.find_slot(UBatch.single(0, 0)) is not None
+
+
+class Watched:
+    """A cache behind a C table, and what reaches it of the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n_cells: int = 8, **options: int) -> None:
+        self.cache = RecurrentCache(SPEC, n_cells, allocate=False, placement="compact", **options)
+        self.table = HostVTable(self.cache)
+        self.client = TableClient(self.table.address)
+        self.prepared: list[int] = []  # ubatches of each call
+        self.read = 0  # ubatches read from C's structs
+        prepare, read = self.cache.prepare, vtable._ubatch
+
+        def prepare_and_note(ubatches: list[UBatch]) -> bool:
+            self.prepared.append(len(ubatches))
+            return prepare(ubatches)
+
+        def read_and_note(c: object) -> UBatch:
+            self.read += 1
+            return read(c)
+
+        monkeypatch.setattr(self.cache, "prepare", prepare_and_note)
+        monkeypatch.setattr(vtable, "_ubatch", read_and_note)
+
+
+def test_what_was_prepared_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Watched(monkeypatch)
+    steps = [UBatch([(0, 3), (1,)], [0, 0], [5, 6]), UBatch.single(2, 0, 3), UBatch([(1,)], [1], [7])]
+    assert w.client.prepare(steps) and w.read == 3
+    for step in steps:
+        assert w.client.find_slot(step) is not None
+    assert (w.read, w.prepared) == (3, [3])
+    single = UBatch.single
+    bare, tokens = single(2, 3), single(1, 2, 1, [8])
+    for plain, other in ((bare, single(2, 3, 1, [8])), (tokens, single(1, 2)), (single(5, 0), single(6, 0))):
+        assert w.client.prepare([plain])
+        w.read = 0
+        assert w.client.find_slot(other) is not None and w.read == 1
+        assert w.cache.plan is not None and w.cache.plan.ubatch.same_as(other)
+        assert (w.cache.plan.ubatch.token is None) == (other.token is None)
+
+
+def test_steps_of_the_same_sequences_are_prepared_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Watched(monkeypatch)
+    w.client.find_slot(UBatch([(4,), (2, 0)], [0, 0]))
+    w.read = 0
+    for pos in range(1, 5):
+        step = UBatch([(4,), (2, 0)], [pos, pos], [10 + pos, 20 + pos])
+        assert w.client.prepare([step, UBatch([(4,), (2, 0)], [pos + 1, pos + 2, pos + 1, pos + 2])])
+        assert w.client.find_slot(step) == (0, 2, -1)
+        assert w.cache.plan is not None
+        found = w.cache.plan.ubatch
+        assert (found.pos.tolist(), found.token.tolist()) == ([pos, pos], [10 + pos, 20 + pos])  # type: ignore[union-attr]
+        assert not found.pos.flags.writeable
+    assert (w.read, w.prepared) == (0, [])
+    assert w.client.find_slot(UBatch([(4,), (2, 0)], [5, 6, 5, 6])) == (0, 2, -1)
+    assert w.client.seq_pos_max(0) == w.cache.seq_pos_max(0) == 6 and w.read == 0
+    for wrong in (UBatch([(2, 0), (4,)], [7, 7]), UBatch([(4,), (2,)], [7, 7]), UBatch([(4,)], [7])):
+        assert w.client.prepare([wrong])
+    assert w.prepared == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "how", ["cp", "rm", "keep", "add", "div", "clear", "resize", "discard", "python", "other table"]
+)
+def test_after_any_change_python_is_asked(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Watched(monkeypatch, 3, n_seq_max=8)
+    w.client.find_slot(UBatch([(0,), (1,)], [0, 0]))
+    if how == "cp":
+        w.client.seq_cp(0, 5)
+        w.client.seq_cp(1, 6)
+    elif how == "rm":
+        w.client.seq_rm(0)
+    elif how == "keep":
+        w.client.seq_keep(0)
+    elif how == "add":
+        w.client.seq_add(0, -1, -1, 4)
+    elif how == "div":
+        w.client.seq_div(0, -1, -1, 2)
+    elif how == "clear":
+        w.client.clear()
+    elif how == "resize":
+        w.cache.resize(2, 8)
+    elif how == "discard":
+        w.client.discard_slot()
+    elif how == "python":
+        w.cache.find_slot(UBatch([(1,), (0,)], [1, 1]))
+    else:
+        other = HostVTable(w.cache)
+        TableClient(other.address).find_slot(UBatch([(1,), (0,)], [1, 1]))
+    first = 0 if how == "discard" else 1  # sequences that have lost their states start anew
+    step = UBatch([(0,), (1,)], [first, first])
+    assert w.client.prepare([step]) is (how != "cp"), "two shared states, and one cell left"
+    assert w.prepared == [1]
+    assert (w.client.find_slot(step) is None) == (how == "cp")
+    w.cache.table.check()
+
+
+def test_an_impossible_step_of_the_same_sequences_is_an_error() -> None:
+    cache = RecurrentCache(SPEC, 2, allocate=False)
+    table = HostVTable(cache)
+    client = TableClient(table.address)
+    client.find_slot(UBatch([(0,), (1,)], [0, 0]))
+    step = UBatch([(0,), (1,)], [1, 1])
+    bad = step.next(b"\1\0\0\0\xff\xff\xff\xff", None, 1, [1, -1])
+    for call in (lambda: client.prepare([step, bad]), lambda: client.find_slot(bad)):
+        with pytest.raises(InvalidArgument, match="-1"):
+            call()
+    cache.close()
+    for call in (lambda: client.prepare([step]), lambda: client.find_slot(step)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_shortcuts_of_the_c_side_change_no_result(seed: int, n_rs_seq: int) -> None:
+    """A cache behind the C table and one that is called directly, given the same random life."""
+    rng = random.Random(seed)
+    caches = [
+        RecurrentCache(SPEC, 5, n_seq_max=7, allocate=False, placement="compact", n_rs_seq=n_rs_seq) for _ in range(2)
+    ]
+    plain = caches[1]
+    table = HostVTable(caches[0])
+    client = TableClient(table.address)
+    step = UBatch.single(0, 0)
+    for _ in range(300):
+        if rng.random() < 0.15:
+            seq_id, p0 = rng.randrange(7), rng.choice([-1, max(plain.seq_pos_max(0) - 1, -1)])
+            changes = ("seq_cp", seq_id, rng.randrange(7)), ("seq_rm", seq_id, p0), ("seq_add", seq_id, -1, -1, 1)
+            name, *args = rng.choice(changes)
+            assert getattr(client, name)(*args) == getattr(plain, name)(*args)
+        if rng.random() < 0.4:
+            ids = rng.sample(range(7), rng.randint(1, 3))
+            sets = [tuple(ids)] if rng.random() < 0.2 else [(i,) for i in ids]
+        else:
+            sets = [tuple(ids) for ids in step.seq_ids]
+        steps, at = [], [plain.seq_pos_max(ids[0]) for ids in sets]
+        for _ in range(rng.randint(1, 2)):
+            n = rng.randint(1, 3)
+            pos = [p + 1 + j + (rng.random() < 0.05) for p in at for j in range(n)]
+            steps.append(UBatch(sets, pos, [rng.randrange(99) for _ in pos] if rng.random() < 0.8 else None))
+            at = [p + n for p in at]
+        if rng.random() < 0.7:
+            assert client.prepare(steps) == plain.prepare(steps)
+        for step in steps:
+            if rng.random() < 0.1:
+                step = UBatch(step.seq_ids, step.pos, [7] * step.n_tokens)
+            slot, plan = client.find_slot(step), plain.find_slot(step)
+            assert slot == (None if plan is None else (plan.head, plan.n, plan.rs_z))
+            if plan is not None:
+                assert client.s_copy(plan.n).tolist() == plan.s_copy.tolist()
+                ours = caches[0].plan
+                assert ours is not None and ours.gaps == plan.gaps
+                for name in ("seq_ids", "n_seq_tokens", "pos_last"):
+                    assert getattr(ours.ubatch, name) == getattr(step, name)
+                for name in ("pos", "token"):
+                    one, other = getattr(ours.ubatch, name), getattr(step, name)
+                    assert one is other is None or one.tolist() == other.tolist()
+            assert [client.seq_pos_max(s) for s in range(7)] == plain.positions()
+        for cache in caches:
+            cache.table.check()
+        assert same_columns(caches[0].table.columns(), plain.table.columns())
+        assert [caches[0].table.snapshots(c) for c in range(5)] == [plain.table.snapshots(c) for c in range(5)]
 
 
 def test_a_cache_of_the_users_answers_in_python(cache: RecurrentCache) -> None:
