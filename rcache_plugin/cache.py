@@ -247,7 +247,7 @@ class RecurrentCache:
     def find_slot(self, ubatch: UBatch, batch: int = 0) -> SlotPlan | None:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
 
-        `batch` numbers the batch that the ubatch is a part of, when the host knows better than `prepare`; 0: it doesn't.
+        `batch` numbers the batch that the ubatch is a part of, if the host knows better than `prepare`; 0: it doesn't.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
         sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
