@@ -721,6 +721,59 @@ def an_interrupt_in_the_middle_of_going_back(host: Host) -> None:
         host.cache.table.check()
 
 
+@scenario()
+def the_state_that_is_left_does_not_take_the_cell_of_the_one_it_goes_to(host: Host) -> None:
+    for p0 in (40, 41, 55):
+        host.new({"checkpoint_cells": 2})
+        host.read({0: tokens(20)})
+        host.cache.mark(0)
+        host.read({0: tokens(20, 1)})
+        host.cache.mark(0)
+        for token in tokens(50, 2):
+            host.read({0: [token]})
+        assert host.lengths() == [20, 40]
+        assert host.rm(0, p0)  # leaves 50 tokens behind, worth a checkpoint
+        host.in_step()
+        host.goes_on()
+
+
+@scenario()
+def a_sequence_that_was_lost_and_removed_has_no_past(host: Host) -> None:
+    """Neither has one that starts anew without a removal."""
+    for removed in (True, False):
+        host.new()
+        host.read({0: tokens(40)})
+        host.read({0: [5]})
+        with host.aborting(20):
+            assert host.status({0: [6]})[0] == 2
+        assert host.last() == -1
+        if removed:
+            assert host.rm(0, -1)
+        host.ids[0] = []
+        host.read({0: tokens(60, 1)})
+        host.read({0: [7]})
+        for p0 in (58, 50, 41, 40, 39):
+            assert host.rm(0, p0)
+            host.in_step()
+            host.goes_on()
+
+
+@scenario()
+def a_replay_that_failed_ends_what_lay_behind_it(host: Host) -> None:
+    """In a hybrid the attention half was cut for it: a later checkpoint has no other half any more."""
+    host.new({"checkpoint_interval": 10_000})
+    for i in range(4):
+        host.read({0: tokens(30, i)})
+        host.cache.mark(0)
+    host.read({0: [5]})
+    with host.aborting(10):
+        assert not host.lib.llama_memory_seq_rm(host.memory, 0, 50, -1)
+    for p0 in (110, 95, 90, 61, 45):
+        assert host.rm(0, p0), p0
+        host.in_step()
+        host.goes_on()
+
+
 # --- room ------------------------------------------------------------------------------------------------------------
 
 
