@@ -58,8 +58,8 @@ def step(table: Table, rows: list[int], tokens: dict[int, int], pos: dict[int, i
 cache = RecurrentCache(CacheSpec.make([1], [1]), n_cells=4, allocate=False)  # the rows are ours, a list
 with HostVTable(cache) as vtable:
     table = Table.from_address(vtable.address)
-    if table.abi_version != 1:
-        raise SystemExit("this host speaks version 1")
+    if table.abi_version != 2:
+        raise SystemExit("this host speaks version 2")
     rows, pos = [0] * 4, dict.fromkeys(range(4), 0)
     step(table, rows, {0: 11, 1: 21, 2: 31}, pos)
     step(table, rows, {2: 32, 0: 12}, pos)

@@ -26,6 +26,9 @@ PRESETS = {
     "mamba-130m": MambaShape(n_vocab=50280, n_embd=768, n_layer=24),
     "mamba-1.4b": MambaShape(n_vocab=50280, n_embd=2048, n_layer=48),
     "tiny": MambaShape(n_vocab=260, n_embd=64, n_layer=4),
+    # few weights beside a large state, 24 and 80 MB a sequence: that of mamba-2.8b, and that of a hybrid of 80B
+    "state-24mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=480),
+    "state-80mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=1632),
 }
 
 

@@ -1,0 +1,106 @@
+"""The examples, run as a user runs them: what they print, and that it is the text of a run that reuses nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import children
+import llama_child
+import pytest
+
+EXAMPLES = children.ROOT / "examples"
+FIGURES = re.compile(r"\[(\d+) asked: (\d+) reused, (\d+) replayed, (\d+) read\]")
+
+QUESTIONS = """Who is the shepherd of the sheep, and what shall he give unto them?
+And what did he say unto them in that day?
+/again
+/edit And where is the king of Israel, that hath not hearkened?
+/reset
+Who is the shepherd of the sheep, and what shall he give unto them?
+/quit
+never asked
+"""
+
+STOCK = """
+    import json
+    from llama_cpp import Llama
+    from rcache_plugin.hosts.mamba import bundled_model
+    llm = Llama(str(bundled_model()), n_ctx=1024, n_threads=1, verbose=False)
+    answers = []
+    for prompt in json.loads(PROMPTS):
+        llm.reset()
+        answers.append(llm(prompt, max_tokens=24, temperature=0, stop=["\\nUser:"])["choices"][0]["text"])
+    print(json.dumps(answers))
+"""
+
+
+def run_example(name: str, *arguments: str, stdin: str | None = None) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    return children.run(command, env=llama_child.QUIET, timeout=240, stdin=stdin).stdout
+
+
+def test_the_chat_reads_no_prompt_twice_and_says_so() -> None:
+    out = run_example("chat_reuse.py", "-t", "1", "-n", "24", "-c", "1024", stdin=QUESTIONS)
+    figures = [tuple(map(int, found)) for found in FIGURES.findall(out)]
+    answers = re.findall(r"> (?:> )*([^>]*?)\n\[", out)
+    assert len(figures) == len(answers) == 5 and "never asked" not in out
+    for asked, reused, replayed, read in figures:
+        assert asked == reused + replayed + read and read > 0
+    first, second, again, edited, back = figures
+    assert first[1:] == (0, 0, first[0])
+    assert first[0] <= second[1]  # the first question and its answer are there
+    assert again[0] == second[0] and again[3] == 1  # the last token is read for its logits
+    assert edited[1] >= second[1] - 1 and edited[2] + edited[3] <= edited[0] - second[1] + 1
+    assert back[0] == first[0] and back[3] == 1  # /reset forgets the chat, not its states
+
+    q = [line.removeprefix("/edit ") for line in QUESTIONS.splitlines()]
+    turn = f"User: {q[0]}\nAnswer:"
+    prompts = [turn, *(f"{turn}{answers[0]}\nUser: {question}\nAnswer:" for question in (q[1], q[1], q[3])), turn]
+    fresh = json.loads(children.run_code(f"    PROMPTS = {json.dumps(prompts)!r}\n" + STOCK, env=llama_child.QUIET))
+    assert answers == fresh
+
+
+def test_the_chat_wants_a_question_first() -> None:
+    out = run_example("chat_reuse.py", "-t", "1", "-c", "256", stdin="/again\n/edit other\n\n")
+    assert out.count("there is no question yet") == 2 and not FIGURES.search(out)
+
+
+BRANCHES = """
+    import json
+    from itertools import islice
+    from llama_cpp import Llama
+    from rcache_plugin.hosts.mamba import bundled_model
+    llm = Llama(str(bundled_model()), n_ctx=4096, n_threads=1, verbose=False)
+    prompt = llm.tokenize(PROMPT.encode())
+    texts = []
+    for seed in range(8):
+        llm.reset()
+        llm.eval(prompt[:-1])
+        llm.set_seed(seed)
+        tokens = list(islice(llm.generate(prompt[-1:], temp=0.8, reset=False), 24))
+        texts.append(" ".join(llm.detokenize(tokens, prev_tokens=prompt).decode(errors="replace").split()))
+    print(json.dumps([len(prompt), texts]))
+"""
+
+
+def test_branches_read_the_prompt_once() -> None:
+    prompt = "And the children of Israel did that which was evil in the sight of the LORD, and served other gods"
+    *lines, last = run_example("branches.py", "-t", "1", "-p", prompt).splitlines()
+    code = f"    PROMPT = {prompt!r}\n" + BRANCHES
+    n_prompt, fresh = json.loads(children.run_code(code, env=llama_child.QUIET))
+    assert [line.partition(": ")[2] for line in lines] == fresh and len(set(fresh)) > 1
+    read = n_prompt - 1 + 8 * 24  # each branch: the prompt's last token, and 23 of its own
+    assert last.startswith(f"{n_prompt} tokens of prompt, 8 continuations of 24: {read} tokens read, 0 replayed;")
+
+
+def test_the_host_from_scratch_speaks_this_version() -> None:
+    out = run_example("host_from_scratch.py")
+    assert out.count("read from") == 3 and "rows:" in out
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_says_how_it_is_run(example: Path) -> None:
+    assert example.name in example.read_text().split('"""')[1] or example.name == "mamba_gguf.py"
