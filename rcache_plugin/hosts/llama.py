@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ..errors import AbiMismatch, RcacheError
 from ..ggml_lib import GgmlLib
 from ..llama_build import LlamaInstall, build, find_install
 from ..slots import COMPACT
-from ..vtable import ABI_VERSION, CacheRequest, new_factory
+from ..vtable import ABI_VERSION, AwaitErrors, CacheRequest, new_factory, take_pending
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +215,24 @@ def _llama_class() -> type:
             with context_options(**{name: value for name, value in given.items() if value is not None}) as made:
                 super().__init__(*args, **kwargs)
             self.rcache = made[-1] if made else None
+
+        def eval(self, tokens: Sequence[int]) -> None:
+            """As `llama_cpp.Llama.eval`; what an error of the cache was stands as the ``__cause__`` of its
+            `RuntimeError`. An interrupt that hit the cache's code is raised as itself."""
+            if self.rcache is None:
+                super().eval(tokens)
+                return
+            try:
+                with AwaitErrors():
+                    super().eval(tokens)
+            except RuntimeError as error:
+                cause = take_pending(self.rcache)
+                if cause is not None and not isinstance(cause, Exception):
+                    raise cause from None
+                raise error from cause
+            cause = take_pending(self.rcache)
+            if cause is not None:  # llama.cpp went on all the same
+                log.error("a call of llama.cpp's failed: %s", cause, exc_info=cause)
 
     Llama.__module__ = __name__
     Llama.__qualname__ = "Llama"
