@@ -163,6 +163,15 @@ def table_of(user: int) -> HostVTable | None:
     return next((table for table in list(_tables.values()) if table.user == user), None)
 
 
+def take_pending(cache: RecurrentCache) -> BaseException | None:
+    """The exception that a call through one of the cache's tables has parked within `AwaitErrors`, once; None: none."""
+    for table in list(cache.observers):
+        if isinstance(table, HostVTable) and table.pending is not None:
+            error, table.pending = table.pending, None
+            return error
+    return None
+
+
 def _let_go(handle: Any, key: int) -> None:
     """Python's end of a table; it must not hold the `HostVTable`, whose finalizer it is."""
     _tables.pop(key, None)

@@ -57,6 +57,44 @@ def test_our_llama_is_a_drop_in(tmp_path: Path) -> None:
     assert out.split() == ["ok"]
 
 
+def test_the_cause_of_a_failed_decode_is_told(tmp_path: Path) -> None:
+    out = run(
+        """
+    import logging, sys
+    from rcache_plugin.hosts.llama import Llama
+    llm = Llama(MODEL, n_ctx=64, n_threads=1, verbose=False)
+    find_slot, seq_rm = llm.rcache.find_slot, llm.rcache.seq_rm
+
+    class Mine(Exception):
+        pass
+
+    def broken(*args):
+        raise kind("on purpose")
+
+    for kind in (Mine, KeyboardInterrupt):
+        llm.reset()
+        llm.rcache.find_slot = broken
+        try:
+            llm.eval([1, 2, 3])
+        except RuntimeError as error:
+            print(type(error.__cause__).__name__, error.__cause__)
+        except KeyboardInterrupt as error:
+            print("interrupted", error.__cause__)
+        llm.rcache.find_slot = find_slot
+        llm.reset()
+        llm.eval([1, 2, 3])
+    llm.reset()
+    kind, llm.rcache.seq_rm = Mine, broken
+    logging.basicConfig(stream=sys.stdout, format="logged: %(message)s")
+    llm.eval([1, 2, 3])  # llama.cpp asks for a removal first and does not look at the answer
+    llm.rcache.seq_rm = seq_rm
+    """,
+        MODEL=str(llama_models.write("mamba", tmp_path)),
+    )
+    assert out.splitlines()[:2] == ["Mine on purpose", "interrupted None"]
+    assert "logged: " in out and "Traceback" in out and "Mine: on purpose" in out.split("logged: ")[1]
+
+
 def test_options_that_cannot_be_are_errors_in_python(tmp_path: Path) -> None:
     out = run(
         """

@@ -12,6 +12,7 @@ import llama_cpp
 
 from ..cache import RecurrentCache
 from ..history import common_prefix, token_array
+from ..vtable import AwaitErrors, take_pending
 from .llama import PROMPT_TAIL_FROM, Options, context_options
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,30 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def eval(self, tokens: Sequence[int]) -> None:
         """As `llama_cpp.Llama.eval`. In a hybrid model the last token of a prompt is read by itself."""
         if self._keeps and not self._crosses and len(tokens) >= PROMPT_TAIL_FROM:
-            super().eval(tokens[:-1])
-            super().eval(tokens[-1:])
+            self._eval(tokens[:-1])
+            self._eval(tokens[-1:])
         else:
+            self._eval(tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`; what an error of the cache was stands as the ``__cause__`` of its `RuntimeError`.
+
+        An interrupt that hit the cache's code is raised as itself.
+        """
+        if self.rcache is None:
             super().eval(tokens)
+            return
+        try:
+            with AwaitErrors():
+                super().eval(tokens)
+        except RuntimeError as error:
+            cause = take_pending(self.rcache)
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
+            raise error from cause
+        cause = take_pending(self.rcache)
+        if cause is not None:  # llama.cpp went on all the same
+            log.error("a call of llama.cpp's failed: %s", cause, exc_info=cause)
 
     def load_state(self, state: Any) -> None:
         """As `llama_cpp.Llama.load_state`; the cache is told what the state has read."""
@@ -138,7 +159,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 self.reset()
                 at = 0
         for part in parts:
-            super().eval(prompt[at:part])
+            self._eval(prompt[at:part])
             cache.mark(0)
             at = part
 
