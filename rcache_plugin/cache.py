@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,8 +16,10 @@ import numpy as np
 
 from .cells import CellTable
 from .checkpoint import Checkpoint, CheckpointPolicy, CheckpointStore, DefaultPolicy, Stats
-from .errors import ClosedError, InvalidArgument, StateError, Unsupported
+from .errors import ClosedError, InvalidArgument, Unsupported
 from .history import token_array
+from .restore import find_room, set_rows, take_rows
+from .rewind import Replay, Rewind
 from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_next, plan_slots
 from .spec import CacheSpec, Which
 from .state_file import (
@@ -33,17 +34,13 @@ from .state_file import (
 )
 from .state_io import (
     FLAG_ON_DEVICE,
-    CellImage,
     Column,
     MemoryReader,
-    StateImage,
-    columns_of,
     most_bytes,
     read_cells,
     read_columns,
     read_rows,
     reader_from,
-    runs_of,
     state_bytes,
     write_state,
     writer_to,
@@ -64,13 +61,6 @@ class PlanObserver(Protocol):
     def changed(self) -> None:
         """Called after any other change of the table, and of what its next steps need: until then a step of the same
         sequences as the last one counts as one that fits."""
-
-
-Replay = Callable[[int, int, Int32Array], bool]
-"""``replay(seq_id, pos0, tokens)`` has the tokens, int32 [n], read into a sequence from `pos0` on; false: it failed.
-
-Called by `RecurrentCache.seq_rm` while the sequence ends at ``pos0 - 1``; the reading comes back to `find_slot`.
-"""
 
 
 class RecurrentCache:
@@ -122,23 +112,19 @@ class RecurrentCache:
         self.placement = placement
         self.checkpoint_cells = checkpoint_cells
         self.table = CellTable(n_cells + checkpoint_cells, n_cells if n_seq_max is None else n_seq_max, n_rs_seq)
-        self.replay: Replay | None = None
-        """What the host has registered for reading tokens again; see `Replay`."""
-        self.max_replay = max_replay
-        self._kept: CheckpointStore | None = None
+        kept = None
         if checkpoint_cells:
-            self._kept = CheckpointStore(
+            kept = CheckpointStore(
                 checkpoint_cells, self.table.n_seq_max, DefaultPolicy() if policy is None else policy, own_lineage
             )
-        self._lost: set[int] = set()  # sequences whose last step failed, and which have not been removed since
+        self.observers: weakref.WeakSet[PlanObserver] = weakref.WeakSet()
+        self._back = Rewind(kept, self.observers, max_replay)
         self._batch = 0
-        self._replaying = False
         self.buffers: StateBuffers | None = None
         self._where: dict[str, Any] = {"devices": devices, "bufts": bufts, "empty_tensors": empty_tensors}
         self._lock = threading.RLock()
         self._prepared: deque[tuple[UBatch, SlotPlan]] = deque()
         self._plan: SlotPlan | None = None
-        self.observers: weakref.WeakSet[PlanObserver] = weakref.WeakSet()
         if allocate:
             from .buffers import StateBuffers
             from .ggml_lib import GgmlLib
@@ -228,8 +214,7 @@ class RecurrentCache:
         with self._lock:
             self._prepared.clear()
             self._open()
-            if self._lost:
-                self._check_lost(ubatches)
+            self._back.check(ubatches)
             plans = self._find_plans(ubatches)
             if plans is None:
                 return False
@@ -241,7 +226,7 @@ class RecurrentCache:
         """The plans of `ubatches`. A checkpoint gives way when there is no room otherwise."""
         while True:
             plans = plan_slots(self.table, ubatches, self.placement, self._can_move)
-            if plans is not None or self._kept is None or not self._kept.evict(self.table):
+            if plans is not None or not self._back.make_room(self.table):
                 return plans
 
     def find_slot(self, ubatch: UBatch, batch: int = 0) -> SlotPlan | None:
@@ -256,15 +241,12 @@ class RecurrentCache:
         """
         with self._lock:
             self._open()
-            if self._lost:
-                self._check_lost((ubatch,))
-            kept = self._kept
-            if kept is not None:
-                if batch:
-                    self._batch = batch
-                elif not self._prepared:
-                    self._batch += 1  # a host that does not prepare has batches of one ubatch
-                kept.before_step(self.table, ubatch, self._batch)
+            self._back.check((ubatch,))
+            if batch:
+                self._batch = batch
+            elif not self._prepared:
+                self._batch += 1  # a host that does not prepare has batches of one ubatch
+            self._back.before_step(self.table, ubatch, self._batch)
             plan = self._take_prepared(ubatch)
             if plan is None and self._plan is not None:
                 plan = plan_next(self.table, self._plan, ubatch)
@@ -283,27 +265,13 @@ class RecurrentCache:
                 if plan.moves and self.table.epoch == plan.epoch:  # interrupted: who is in which row is not known
                     self._drop_cells([cell_id for move in plan.moves for cell_id in move[:2]])
                 raise
-            if kept is not None:
-                kept.after_step(ubatch, self._batch, self._replaying)
-            if self._lost:
-                self._lost.difference_update(*ubatch.seq_ids)
+            self._back.after_step(ubatch, self._batch)
             try:
                 self._publish(plan)
             except BaseException:  # a host that can't read the plan can't compute on the slot
                 self._discard(plan)
                 raise
             return plan
-
-    def _check_lost(self, ubatches: Sequence[UBatch]) -> None:
-        seen: set[int] = set()
-        for ubatch in ubatches:
-            for s, ids in enumerate(ubatch.seq_ids):
-                if ids[0] in self._lost and ids[0] not in seen and ubatch.pos[s * ubatch.n_seq_tokens] > 0:
-                    raise StateError(
-                        f"sequence {ids[0]} lost its state when a step failed, it can't go on at position "
-                        f"{ubatch.pos[s * ubatch.n_seq_tokens]}: remove it, or go back with seq_rm"
-                    )
-                seen.update(ids)
 
     @property
     def _can_move(self) -> bool:
@@ -364,14 +332,8 @@ class RecurrentCache:
         self._lose(lambda: self.table.drop_cells(cell_ids))
 
     def _lose(self, drop: Callable[[], None]) -> None:
-        """Has the table drop states; their sequences count as lost, their checkpoints as gone."""
-        before = self.table.positions()
-        drop()
-        now = self.table.positions()
-        self._lost.update(seq_id for seq_id, pos in enumerate(before) if pos > now[seq_id])
+        self._back.lose(self.table, drop)
         self._prepared.clear()
-        if self._kept is not None:
-            self._kept.drop_lost(self.table)
         self._publish(None)
 
     # sequences
@@ -388,131 +350,16 @@ class RecurrentCache:
         Checkpoints stay when a sequence is removed. With `own_lineage` those behind `p0` go.
         """
         with self._lock:
-            done = self._seq_rm(self._open(), seq_id, p0, p1)
+            done = self._back.remove(self._open(), seq_id, p0, p1)
             self._changed()
             return done
-
-    def _seq_rm(self, table: CellTable, seq_id: int, p0: int, p1: int) -> bool:
-        kept = self._kept
-        one = 0 <= seq_id < table.n_seq_max
-        # how long a sequence was that has lost its state is nobody's knowledge, so only -1 is its end
-        to_end = one and (p1 < 0 or (seq_id not in self._lost and p1 > table.seq_pos_max(seq_id)))
-        if one and p0 <= 0 and p1 < 0:
-            self._lost.discard(seq_id)
-        if kept is None:
-            return table.seq_rm(seq_id, p0, p1)
-        if not one:
-            if seq_id < 0 and p0 <= 0 and p1 < 0:
-                return self._drop_sequences(kept)
-            return table.seq_rm(seq_id, p0, p1)
-        before = table.seq_pos_max(seq_id)
-        if p0 <= 0 and to_end:
-            kept.leaves(table, seq_id)
-        if seq_id not in self._lost and table.seq_rm(seq_id, p0, p1):
-            after = table.seq_pos_max(seq_id)
-            if after < 0 and (before >= 0 or p0 <= 0):  # it may be empty because it had lost its state
-                kept.emptied(table, seq_id)
-            elif after != before:
-                kept.cut(table, seq_id, after + 1)
-            return True
-        return p0 > 0 and to_end and self._go_back(kept, seq_id, p0)
-
-    def _drop_sequences(self, kept: CheckpointStore) -> bool:
-        for seq_id, pos in enumerate(self.table.positions()):
-            if pos >= 0:
-                kept.leaves(self.table, seq_id)
-        self.table.drop_sequences()
-        for seq_id in range(self.table.n_seq_max):
-            kept.emptied(self.table, seq_id)
-        self._lost.clear()
-        return True
-
-    def _go_back(self, kept: CheckpointStore, seq_id: int, n_tokens: int) -> bool:
-        """Lets the state of a sequence be that after its first `n_tokens` tokens, if there is a way."""
-        table, history = self.table, kept.histories[seq_id]
-        base = kept.nearest(seq_id, n_tokens)
-        start = 0 if base is None else base.n_tokens
-        missing = n_tokens - start
-        if (
-            n_tokens > len(history.tokens)
-            or (missing and self.replay is None)
-            or (self.max_replay is not None and missing > self.max_replay)
-        ):
-            kept.stats.refused += 1
-            return False
-        tokens = history.tokens[:n_tokens]
-        if seq_id not in self._lost:
-            kept.leaves(table, seq_id, to=base)
-        hold = self._hold(kept, seq_id, base)
-        was, whole = history.tokens, history.whole
-        done = False
-        try:
-            self._go_to(kept, seq_id, base)
-            done = not missing or self._read_again(seq_id, start, tokens)
-        finally:
-            self._arrive(kept, seq_id, done, hold)
-            if done:
-                history.branch = bool(missing)
-            else:
-                history.start()
-                history.tokens, history.whole = was, whole and hold is not None
-            # what a hybrid's other half had behind `start` may be gone, and with it the use of later checkpoints
-            kept.part(table, seq_id, n_tokens if done else start)
-        return done
-
-    def _arrive(self, kept: CheckpointStore, seq_id: int, done: bool, hold: int | None) -> None:
-        """A sequence is where it was to go back to; else it returns to `hold`, or has lost its state."""
-        table = self.table
-        if not done and hold is not None:
-            table.go_to_pin(seq_id, hold)
-        elif not done:
-            table.seq_rm(seq_id, -1, -1)
-        (self._lost.discard if done or hold is not None else self._lost.add)(seq_id)
-        if hold is not None:
-            table.unpin(hold)
-
-    def _hold(self, kept: CheckpointStore, seq_id: int, base: Checkpoint | None) -> int | None:
-        """A pin on the state that a sequence is about to leave, so that it can be had back; None if it can't."""
-        table = self.table
-        if kept.own_lineage or table.tail(seq_id) == CELL_NONE:
-            return None
-        held = {table.pin_cell(each.pin) for each in kept}
-        if table.tail(seq_id) not in held and len(held) >= kept.n_cells:
-            if not kept.evict(table, not_held=True, spare=base):
-                return None
-        return table.pin(seq_id)
-
-    def _go_to(self, kept: CheckpointStore, seq_id: int, one: Checkpoint | None) -> None:
-        """The state of a sequence is that of a checkpoint from here on; without one, it is empty."""
-        if one is None:
-            self.table.seq_rm(seq_id, -1, -1)
-            kept.histories[seq_id].start()
-        else:
-            self.table.go_to_pin(seq_id, one.pin)
-            kept.used(one, seq_id)
-        self._lost.discard(seq_id)
-        self._changed()
-
-    def _read_again(self, seq_id: int, start: int, tokens: array[int]) -> bool:
-        replay = self.replay
-        if replay is None or self._replaying:
-            return False
-        self._replaying = True
-        try:
-            done = replay(seq_id, start, np.array(tokens[start:], np.int32))
-        finally:
-            self._replaying = False
-        return done and self.table.seq_pos_max(seq_id) == len(tokens) - 1
 
     def seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int = -1, p1: int = -1) -> None:
         """As `CellTable.seq_cp`. The copy may go back to the checkpoints of its source."""
         with self._lock:
             table = self._open()
             table.seq_cp(seq_id_src, seq_id_dst, p0, p1)
-            if self._lost:
-                (self._lost.add if seq_id_src in self._lost else self._lost.discard)(seq_id_dst)
-            if self._kept is not None:
-                self._kept.copied(table, seq_id_src, seq_id_dst)
+            self._back.copied(table, seq_id_src, seq_id_dst)
             self._changed()
 
     def seq_keep(self, seq_id: int) -> None:
@@ -520,11 +367,7 @@ class RecurrentCache:
         with self._lock:
             table = self._open()
             table.seq_keep(seq_id)
-            self._lost &= {seq_id}
-            if self._kept is not None:
-                for other in range(table.n_seq_max):
-                    if other != seq_id:
-                        self._kept.emptied(table, other)
+            self._back.only(table, seq_id)
             self._changed()
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
@@ -540,8 +383,8 @@ class RecurrentCache:
             table = self._open()
             before = table.seq_pos_max(seq_id)
             shift(table)
-            if self._kept is not None and table.seq_pos_max(seq_id) != before:
-                self._kept.moved(table, seq_id)
+            if table.seq_pos_max(seq_id) != before:
+                self._back.shifted(table, seq_id)
             self._changed()
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -566,13 +409,11 @@ class RecurrentCache:
         """Forgets every sequence. With `data` every row becomes zero and every checkpoint goes too: no byte is left."""
         with self._lock:
             table = self._open()
-            if self._kept is None or data:
+            if data:
                 table.clear()
-            if self._kept is not None:
-                if data:
-                    self._kept.end_all(table, "the cache was cleared")
-                self._drop_sequences(self._kept)
-            self._lost.clear()
+                self._back.cleared(table)
+            else:
+                self._back.drop_sequences(table)
             self._publish(None)
             if data and self.buffers is not None:
                 self.buffers.clear()
@@ -601,8 +442,8 @@ class RecurrentCache:
                 self.buffers.close()
                 self.buffers = larger
             self.table = target
-            if self._kept is not None:
-                self._kept.histories.resize(target.n_seq_max)
+            if self._back.kept is not None:
+                self._back.kept.histories.resize(target.n_seq_max)
             self._prepared.clear()
             self._publish(None)
 
@@ -621,7 +462,7 @@ class RecurrentCache:
 
         Whether there is a checkpoint of it now. Does nothing without cells for checkpoints. Raises `SeqIdError`.
         """
-        return self._kept is not None and self._make_checkpoint(seq_id, held=False) is not None
+        return self._back.kept is not None and self._make_checkpoint(seq_id, held=False) is not None
 
     def _make_checkpoint(self, seq_id: int, held: bool) -> Checkpoint | None:
         with self._lock:
@@ -631,9 +472,9 @@ class RecurrentCache:
 
     def _with_checkpoints(self) -> CheckpointStore:
         self._open()
-        if self._kept is None:
+        if self._back.kept is None:
             raise Unsupported("this cache was made without checkpoint_cells")
-        return self._kept
+        return self._back.kept
 
     def checkpoints(self, seq_id: int | None = None) -> list[Checkpoint]:
         """The checkpoints that a sequence may go back to, the shortest first; without `seq_id` all there are."""
@@ -677,7 +518,7 @@ class RecurrentCache:
             kept.check(checkpoint)
             if kept.own_lineage:
                 raise Unsupported("the host keeps more of a sequence than its state: go back with its seq_rm")
-            self._switch(kept, seq_id, checkpoint)
+            self._back.switch(self.table, kept, seq_id, checkpoint)
 
     def resume(self, seq_id: int, tokens: Sequence[int] | Int32Array) -> int:
         """Lets a sequence have read as much of `tokens`, int32 [n], as any known state has, and nothing else.
@@ -693,7 +534,7 @@ class RecurrentCache:
             own = history.shared(wanted) if self.table.tail(seq_id) != CELL_NONE else 0
             best = kept.longest(wanted)
             if not kept.own_lineage and best is not None and best.n_tokens > own:
-                self._switch(kept, seq_id, best)
+                self._back.switch(self.table, kept, seq_id, best)
                 return best.n_tokens
             return own if history.whole and own == len(history.tokens) else 0
 
@@ -705,9 +546,19 @@ class RecurrentCache:
         with self._lock:
             return self._with_checkpoints().shared(token_array(tokens))
 
-    def _switch(self, kept: CheckpointStore, seq_id: int, one: Checkpoint) -> None:
-        kept.leaves(self.table, seq_id, to=one)
-        self._go_to(kept, seq_id, one)
+    @property
+    def replay(self) -> Replay | None:
+        """What the host has registered for reading tokens again; see `rewind.Replay`."""
+        return self._back.replay
+
+    @replay.setter
+    def replay(self, replay: Replay | None) -> None:
+        self._back.replay = replay
+
+    @property
+    def max_replay(self) -> int | None:
+        """The most tokens that `seq_rm` has read again; None: no limit."""
+        return self._back.max_replay
 
     def tokens(self, seq_id: int) -> Int32Array:
         """The tokens that a sequence is known to have read, from position 0 on, int32 [n <= position + 1]; a copy.
@@ -729,8 +580,8 @@ class RecurrentCache:
             n_tokens = table.seq_pos_max(seq_id) + 1
             if len(tokens) != n_tokens:
                 raise InvalidArgument(f"{len(tokens)} tokens for a sequence of {n_tokens} positions")
-            if self._kept is not None:
-                self._kept.histories[seq_id].set(token_array(tokens))
+            if self._back.kept is not None:
+                self._back.kept.histories[seq_id].set(token_array(tokens))
 
     def stats(self) -> Stats:
         """Counts of tokens and checkpoints up to now. Raises `Unsupported` without cells for checkpoints."""
@@ -747,7 +598,7 @@ class RecurrentCache:
     @property
     def own_lineage(self) -> bool:
         """Whether sequences go back to their own past only."""
-        return self._kept is not None and self._kept.own_lineage
+        return self._back.kept is not None and self._back.kept.own_lineage
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -790,16 +641,18 @@ class RecurrentCache:
             if on_device and not hasattr(source, "read_rows"):
                 raise Unsupported("states on a device need a reader of rows")
             cells = read_cells(source, table, seq_id)
-            cell_ids, restore = self._room(cells, seq_id)
+            cell_ids, after = find_room(
+                table, self.placement, cells, seq_id, lambda: self._back.make_room(self.table)
+            )
             fill: Callable[[], None]
             if on_device:
                 columns: list[Column] = []
                 read_columns(source, self.spec, columns.append)
-                fill = partial(self._read_rows, source, columns, cell_ids)
+                fill = partial(take_rows, source, columns, cell_ids)
             elif getattr(source, "streams_rows", False) and not any(table.cell(c).seq_ids for c in cell_ids):
-                fill = partial(read_columns, source, self.spec, partial(self._read_row, source, cell_ids))
+                fill = partial(read_columns, source, self.spec, lambda column: take_rows(source, (column,), cell_ids))
             else:
-                fill = partial(self._set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
+                fill = partial(set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
             if isinstance(source, MemoryReader):
                 source.check_end()
             try:
@@ -809,17 +662,9 @@ class RecurrentCache:
                 if lost:
                     self._drop_cells(lost)
                 raise
-            restore()
-            self._replaced(seq_id)
+            self.table = after
+            self._back.replaced(after, seq_id)
             self._publish(None)
-
-    def _replaced(self, seq_id: int) -> None:
-        """The state of a sequence, or of all, has come from elsewhere."""
-        for each in range(self.table.n_seq_max) if seq_id == SEQ_ANY else (seq_id,):
-            self._lost.discard(each)
-            if self._kept is not None:
-                empty = self.table.tail(each) == CELL_NONE
-                (self._kept.emptied if empty else self._kept.forget)(self.table, each)
 
     def save(
         self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY, tokens: Tokens | Sequence[int] | None = None
@@ -856,46 +701,6 @@ class RecurrentCache:
             self.state_read(read_payload(file, header, most_bytes(table, self.spec, seq_id)), seq_id)
             whole = header.seq_id == SEQ_ANY
             return {saved if whole else seq_id: list(ids) for saved, ids in header.tokens.items()}
-
-    def _room(self, cells: tuple[CellImage, ...], seq_id: int) -> tuple[list[int], Callable[[], object]]:
-        """Where the states of `cells` are to go, and what changes the table when their rows are there."""
-        if seq_id == SEQ_ANY:
-            room = self.table.room_for_states()
-            if len(room) < len(cells) and self._kept is not None and self._kept.evict(self.table):
-                return self._room(cells, seq_id)
-            if len(room) < len(cells):
-                raise StateError(f"{len(cells)} states do not fit into {len(room)} cells")
-            return room[: len(cells)], partial(self.table.restore, cells)
-        if not cells:
-            return [], partial(self.table.seq_rm, seq_id, -1, -1)
-        after = self.table.copy()
-        after.seq_rm(seq_id, -1, -1)
-        plans = plan_slots(after, (UBatch.single(seq_id, cells[0].pos),), self.placement)
-        if plans is None and self._kept is not None and self._kept.evict(self.table):
-            return self._room(cells, seq_id)
-        if plans is None:
-            raise StateError(f"all {after.size} cells are taken, there is no room for sequence {seq_id}")
-        (plan,) = plans
-
-        def restore() -> None:
-            commit(after, plan)
-            self.table = after
-
-        return [plan.head], restore
-
-    def _read_rows(self, reader: Any, columns: Sequence[Column], cell_ids: Sequence[int]) -> None:
-        for column in columns:
-            self._read_row(reader, cell_ids, column)
-
-    def _read_row(self, reader: Any, cell_ids: Sequence[int], column: Column) -> None:
-        for _, first, n_rows in runs_of(cell_ids) if column.row_bytes else ():
-            reader.read_rows(column.which, column.il, first, n_rows)
-
-    def _set_rows(self, image: StateImage, buffers: StateBuffers, cell_ids: Sequence[int]) -> None:
-        runs = list(runs_of(cell_ids))
-        for column in columns_of(self.spec):
-            for i, first, n_rows in runs if column.row_bytes else ():
-                buffers.set_rows(column.which, column.il, first, n_rows, image.cell_rows(column, i, n_rows))
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:

@@ -30,16 +30,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama_build": {"errors"},
     "history": {"errors", "ubatch"},
     "checkpoint": {"errors", "ubatch", "cells", "history", "tree"},
+    "rewind": {"errors", "ubatch", "cells", "checkpoint"},
+    "restore": {"errors", "ubatch", "cells", "slots", "state_io"},
     "cache": {
-        "errors", "ubatch", "spec", "cells", "slots", "history", "checkpoint", "state_io", "state_file", "ggml_lib",
-        "buffers",
+        "errors", "ubatch", "spec", "cells", "slots", "history", "checkpoint", "rewind", "restore", "state_io",
+        "state_file", "ggml_lib", "buffers",
     },
     "vtable": {"errors", "ubatch", "spec", "slots", "state_io", "ggml_lib", "cache", "_rcache"},
     "table_client": {"errors", "ubatch", "vtable", "_rcache"},
 }
 METADATA = {
-    "errors", "ubatch", "batch", "spec", "cells", "slots", "history", "tree", "checkpoint", "state_io", "state_file",
-    "state_inspect",
+    "errors", "ubatch", "batch", "spec", "cells", "slots", "history", "tree", "checkpoint", "rewind", "restore",
+    "state_io", "state_file", "state_inspect",
 }
 EDGE = {"__init__", "__main__", "cli"}
 FOREIGN_OF_METADATA = {"cffi", "_cffi_backend", "ctypes", "ggml", "llama_cpp", "gguf", "tokenizers", "rich"}
