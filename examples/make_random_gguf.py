@@ -26,6 +26,7 @@ PRESETS = {
     "mamba-130m": MambaShape(n_vocab=50280, n_embd=768, n_layer=24),
     "mamba-1.4b": MambaShape(n_vocab=50280, n_embd=2048, n_layer=48),
     "tiny": MambaShape(n_vocab=260, n_embd=64, n_layer=4),
+    "large-state": MambaShape(n_vocab=260, n_embd=256, n_layer=64, d_state=187),  # bytes of a Mamba 2.8B's
 }
 
 

@@ -380,8 +380,8 @@ class RecurrentCache:
 
         All is read and checked before anything changes: when it raises `StateError`, the cache is what it was. Only
         rows of cells that hold no state may have changed, where `reader` takes rows from its stream to their places
-        itself (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked; should that fail,
-        what was to be restored is lost.
+        itself and at once (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked;
+        should that fail, what was to be restored is lost.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
@@ -390,12 +390,17 @@ class RecurrentCache:
                 raise Unsupported("states on a device need a reader of rows")
             cells = read_cells(source, table, seq_id)
             cell_ids, restore = self._room(cells, seq_id)
+            waits = bool(getattr(source, "rows_wait", False))
+
+            def taken(cell_id: int) -> bool:
+                return bool(table.cell(cell_id).seq_ids)
+
             fill: Callable[[], None]
             if on_device:
                 columns: list[Column] = []
                 read_columns(source, self.spec, columns.append)
                 fill = partial(self._read_rows, source, columns, cell_ids)
-            elif getattr(source, "streams_rows", False) and not any(table.cell(c).seq_ids for c in cell_ids):
+            elif getattr(source, "streams_rows", False) and (waits or not any(map(taken, cell_ids))):
                 fill = partial(read_columns, source, self.spec, partial(self._read_row, source, cell_ids))
             else:
                 fill = partial(self._set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
@@ -404,7 +409,7 @@ class RecurrentCache:
             try:
                 fill()
             except BaseException:
-                lost = [c for c in cell_ids if table.cell(c).seq_ids]  # written over in part
+                lost = [] if waits else list(filter(taken, cell_ids))  # written over in part
                 if lost:
                     table.drop_cells(lost)
                     self._publish(None)
