@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 import sys
 import time
@@ -156,8 +157,53 @@ def trace(model: str, n_steps: int, seed: int) -> list[float]:
     return [total]
 
 
+def state(model: str, what: str, n: int) -> list[float]:
+    """The state of sequence 0 through the calls that users of llama.cpp make; seconds."""
+    c = context(model, 2, 128)
+    if c.pos[0] == 0:
+        c.decode([(0, 4)])
+    c.remove(1)
+    lib, path = llama_cpp, f"{model}.{MODE}.state".encode()
+    size = lib.llama_state_get_size(c.ctx)
+    key = model, "buffers"
+    if key not in buffers:
+        buffers[key] = [(ctypes.c_uint8 * size)() for _ in range(2)]
+        ctypes.memset(buffers[key][1], 1, size)
+    data, other = buffers[key]
+    seq_size = lib.llama_state_seq_get_size(c.ctx, 0)
+    tokens = (ctypes.c_int32 * 4)()
+    count = ctypes.c_size_t()
+    calls: dict[str, Callable[[], int]] = {
+        "memcpy": lambda: ctypes.memmove(other, data, seq_size),
+        "get": lambda: lib.llama_state_seq_get_data(c.ctx, data, seq_size, 0),
+        "set": lambda: lib.llama_state_seq_set_data(c.ctx, data, seq_size, 1),
+        "set over": lambda: lib.llama_state_seq_set_data(c.ctx, data, seq_size, 0),
+        "get all": lambda: lib.llama_state_get_data(c.ctx, data, size),
+        "set all": lambda: lib.llama_state_set_data(c.ctx, data, size),
+        "save file": lambda: lib.llama_state_seq_save_file(c.ctx, path, 0, tokens, 4),
+        "load file": lambda: lib.llama_state_seq_load_file(c.ctx, path, 1, tokens, 4, ctypes.byref(count)),
+    }
+    writer = {"set": "get", "set over": "get", "set all": "get all", "load file": "save file"}.get(what)
+    if writer is not None:
+        calls[writer]()
+    seconds = []
+    for _ in range(n):
+        if what in ("set", "load file"):
+            lib.llama_memory_seq_rm(c.memory, 1, -1, -1)
+        start = time.perf_counter()
+        done = calls[what]()
+        seconds.append(time.perf_counter() - start)
+        if not done:
+            raise SystemExit(f"{what} failed")
+    lib.llama_memory_seq_rm(c.memory, 1, -1, -1)
+    if what.endswith("file"):
+        os.unlink(path)
+    return seconds
+
+
+buffers: dict[tuple[str, str], list[Any]] = {}
 CASES: dict[str, Callable[..., list[float]]] = {
-    f.__name__: f for f in (decode_one, prefill, one_of_many, random_of_many, pair, find_slot, trace)
+    f.__name__: f for f in (decode_one, prefill, one_of_many, random_of_many, pair, find_slot, trace, state)
 }
 
 

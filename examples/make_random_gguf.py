@@ -29,6 +29,7 @@ PRESETS = {
     # few weights beside a large state, 24 and 80 MB a sequence: that of mamba-2.8b, and that of a hybrid of 80B
     "state-24mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=480),
     "state-80mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=1632),
+    "large-state": MambaShape(n_vocab=260, n_embd=256, n_layer=64, d_state=187),  # bytes of a Mamba 2.8B's
 }
 
 

@@ -70,6 +70,7 @@ class _Tensor:
     n_embd: int
     row_bytes: int
     data: int | None  # address, of host memory only
+    chars: Any  # the same as char *
     endpoint: str | None  # of the RPC server that holds it
 
 
@@ -260,10 +261,12 @@ class StateBuffers:
     def set_rows(self, which: Which, il: int, first: int, n_rows: int, data: Any) -> None:
         """As `set_row`, for the cells ``first .. first + n_rows - 1``, from [n_rows * row_bytes] bytes."""
         memory, tensor, offset = self._row(which, il, first, n_rows)
-        try:
-            view = memoryview(data).cast("B")
-        except TypeError as error:
-            raise InvalidArgument(f"a row must be written from a contiguous buffer of bytes: {error}") from error
+        view = data
+        if type(data) is not memoryview or data.format != "B" or not data.c_contiguous:
+            try:
+                view = memoryview(data).cast("B")
+            except TypeError as error:
+                raise InvalidArgument(f"a row must be written from a contiguous buffer of bytes: {error}") from error
         if view.nbytes != n_rows * tensor.row_bytes:
             rows = "row" if n_rows == 1 else f"{n_rows} rows"
             raise InvalidArgument(
@@ -425,12 +428,14 @@ class _Memory:
         self._stack.callback(self._free_buffer, lib, buffer, endpoint)
         self._buffers.append((name, buffer, endpoint))
         for which, il, cdata in tensors:
+            data = lib.data_address(cdata) if lib.is_host(buft) else None
             self.by_layer[which][il] = _Tensor(
                 cdata=cdata,
                 state_type=spec.type_of(which),
                 n_embd=spec.n_embd(which, il),
                 row_bytes=spec.row_bytes(which, il),
-                data=lib.data_address(cdata) if lib.is_host(buft) else None,
+                data=data,
+                chars=None if data is None else lib.ffi.cast("char *", data),
                 endpoint=endpoint,
             )
         self.tensors = tuple(of_which[il] for of_which in self.by_layer.values() for il in sorted(of_which))
@@ -470,7 +475,7 @@ class _Memory:
     def read(self, tensor: _Tensor, offset: int, n_bytes: int) -> bytes:
         ffi = self._lib.ffi
         if tensor.data is not None:
-            return bytes(ffi.buffer(ffi.cast("char *", tensor.data + offset), n_bytes))
+            return bytes(ffi.buffer(tensor.chars + offset, n_bytes))
         self._lib.require_reachable(tensor.endpoint)
         data = ffi.new("char[]", n_bytes)
         self._lib.tensor_get(tensor.cdata, data, offset, n_bytes)
@@ -479,7 +484,7 @@ class _Memory:
     def read_to(self, tensor: _Tensor, offset: int, n_bytes: int, out: memoryview) -> None:
         ffi = self._lib.ffi
         if tensor.data is not None:
-            ffi.memmove(out, ffi.cast("char *", tensor.data + offset), n_bytes)
+            ffi.memmove(out, tensor.chars + offset, n_bytes)
             return
         self._lib.require_reachable(tensor.endpoint)
         self._lib.tensor_get(tensor.cdata, ffi.from_buffer(out, require_writable=True), offset, n_bytes)
@@ -487,7 +492,7 @@ class _Memory:
     def write(self, tensor: _Tensor, offset: int, data: memoryview) -> None:
         ffi = self._lib.ffi
         if tensor.data is not None:
-            ffi.memmove(ffi.cast("char *", tensor.data + offset), data, data.nbytes)
+            ffi.memmove(tensor.chars + offset, data, data.nbytes)
             return
         self._lib.require_reachable(tensor.endpoint)
         self._lib.tensor_set(tensor.cdata, ffi.from_buffer(data), offset, data.nbytes)
@@ -626,6 +631,8 @@ def _checked_n_cells(n_cells: int) -> int:
 
 
 def _index(value: int, what: str) -> int:
+    if type(value) is int:
+        return value
     try:
         return operator.index(value)
     except TypeError as error:

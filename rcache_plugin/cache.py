@@ -632,8 +632,8 @@ class RecurrentCache:
 
         All is read and checked before anything changes: when it raises `StateError`, the cache is what it was. Only
         rows of cells that hold no state may have changed, where `reader` takes rows from its stream to their places
-        itself (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked; should that fail,
-        what was to be restored is lost.
+        itself and at once (see `DeviceReader`). With `FLAG_ON_DEVICE` it does so after the rest has been checked;
+        should that fail, what was to be restored is lost.
         """
         with self._lock:
             table, buffers = self._open(), self._with_buffers()
@@ -644,12 +644,17 @@ class RecurrentCache:
             cell_ids, after = find_room(
                 table, self.placement, cells, seq_id, lambda: self._back.make_room(self.table)
             )
+            waits = bool(getattr(source, "rows_wait", False))
+
+            def taken(cell_id: int) -> bool:
+                return bool(table.cell(cell_id).seq_ids)
+
             fill: Callable[[], None]
             if on_device:
                 columns: list[Column] = []
                 read_columns(source, self.spec, columns.append)
                 fill = partial(take_rows, source, columns, cell_ids)
-            elif getattr(source, "streams_rows", False) and not any(table.cell(c).seq_ids for c in cell_ids):
+            elif getattr(source, "streams_rows", False) and (waits or not any(map(taken, cell_ids))):
                 fill = partial(read_columns, source, self.spec, lambda column: take_rows(source, (column,), cell_ids))
             else:
                 fill = partial(set_rows, read_rows(source, self.spec, cells), buffers, cell_ids)
@@ -658,7 +663,7 @@ class RecurrentCache:
             try:
                 fill()
             except BaseException:
-                lost = [c for c in cell_ids if table.cell(c).seq_ids]  # written over in part
+                lost = [] if waits else list(filter(taken, cell_ids))  # written over in part
                 if lost:
                     self._drop_cells(lost)
                 raise

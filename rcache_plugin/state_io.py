@@ -53,7 +53,8 @@ class DeviceReader(Protocol):
     """A `Reader` that puts rows where they belong, without their passing through here.
 
     One whose `read_rows` takes the rows from the stream, where they stand, says so with an attribute
-    ``streams_rows = True``. It is then asked for rows without `FLAG_ON_DEVICE` too, if the cells are free.
+    ``streams_rows = True``. It is then asked for rows without `FLAG_ON_DEVICE` too, if the cells are free, or if it has
+    ``rows_wait = True``: rows come to their places only when all was read without an exception.
     """
 
     def read(self, n_bytes: int) -> Bytes:
@@ -91,6 +92,8 @@ class Column(NamedTuple):
     state_type: StateType | None
     """None: the format names no type for it."""
     row_bytes: int
+    header: bytes
+    """What stands before its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,10 @@ def columns_of(spec: CacheSpec) -> tuple[Column, ...]:
     """The tensors in the order of the format. A layer with a state has both r and s there, if need be without bytes."""
     columns = []
     for il in spec.layers:
-        columns.append(Column("r", il, spec.type_r, spec.r_row_bytes(il)))
+        columns.append(_column("r", il, spec.type_r, spec.r_row_bytes(il)))
         if spec.n_embd("p", il):
-            columns.append(Column("p", il, None, spec.p_row_bytes(il)))
-    columns += [Column("s", il, spec.type_s, spec.s_row_bytes(il)) for il in spec.layers]
+            columns.append(_column("p", il, None, spec.p_row_bytes(il)))
+    columns += [_column("s", il, spec.type_s, spec.s_row_bytes(il)) for il in spec.layers]
     return tuple(columns)
 
 
@@ -136,14 +139,14 @@ def state_bytes(table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> int
     """Bytes that `write_state` writes, rows included. Raises `SeqIdError`."""
     cells = cells_of(table, seq_id)
     n_ids = sum(len(table.cell(cell_id).seq_ids) for cell_id in cells) if seq_id == SEQ_ANY else 0
-    columns = sum(len(_column_header(column)) + len(cells) * column.row_bytes for column in columns_of(spec))
+    columns = sum(len(column.header) + len(cells) * column.row_bytes for column in columns_of(spec))
     return 4 + 8 * len(cells) + 4 * n_ids + 8 + columns
 
 
 def most_bytes(table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> int:
     """Bytes of the largest state that `table` could take."""
     n_cells, n_ids = (table.size, table.n_seq_max) if seq_id == SEQ_ANY else (1, 0)
-    columns = sum(len(_column_header(column)) + n_cells * column.row_bytes for column in columns_of(spec))
+    columns = sum(len(column.header) + n_cells * column.row_bytes for column in columns_of(spec))
     return 4 + 8 * n_cells + 4 * n_ids + 8 + columns
 
 
@@ -159,7 +162,7 @@ def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int =
     writer.write(b"".join(header))
     runs = list(runs_of([table.row_of(cell_id) for cell_id in cells]))
     for column in columns_of(spec):
-        writer.write(_column_header(column))
+        writer.write(column.header)
         for _, first, n_rows in runs if column.row_bytes else ():
             writer.write_rows(column.which, column.il, first, n_rows)
 
@@ -179,7 +182,10 @@ def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> 
 
     def take(column: Column) -> None:
         n_bytes = len(cells) * column.row_bytes
-        rows[column.which, column.il] = _exactly(reader, n_bytes, f"rows of layer {column.il}, {column.which}")
+        found = reader.read(n_bytes) if n_bytes else b""
+        if len(found) != n_bytes:
+            found = _exactly(reader, n_bytes, f"rows of layer {column.il}, {column.which}", found)
+        rows[column.which, column.il] = found
 
     read_columns(reader, spec, take)
     return StateImage(cells, rows)
@@ -205,19 +211,20 @@ def read_columns(reader: Reader, spec: CacheSpec, take: Callable[[Column], None]
     _expect("s_trans", _number(reader, "<I", "s_trans"), 0)
     _expect("layer count", _number(reader, "<I", "layer count"), spec.n_layer)
     for column in columns_of(spec):
-        expected = _column_header(column)
-        found = _exactly(reader, len(expected), f"type and row bytes of layer {column.il}, {column.which}")
-        if found != expected:
-            _refuse_header(column, found)
+        n_bytes = len(column.header)
+        found = reader.read(n_bytes)
+        if found != column.header:
+            what = f"type and row bytes of layer {column.il}, {column.which}"
+            _check_header(column, _exactly(reader, n_bytes, what, found))
         take(column)
 
 
-def _column_header(column: Column) -> bytes:
-    type_field = b"" if column.state_type is None else struct.pack("<i", column.state_type.type_id)
-    return type_field + struct.pack("<Q", column.row_bytes)
+def _column(which: Which, il: int, state_type: StateType | None, row_bytes: int) -> Column:
+    type_field = b"" if state_type is None else struct.pack("<i", state_type.type_id)
+    return Column(which, il, state_type, row_bytes, type_field + struct.pack("<Q", row_bytes))
 
 
-def _refuse_header(column: Column, found: Bytes) -> None:
+def _check_header(column: Column, found: Bytes) -> None:
     where = f"layer {column.il}, {column.which}"
     if column.state_type is not None:
         _expect(f"type of {where}", struct.unpack("<i", found[:4])[0], column.state_type.type_id)
@@ -244,8 +251,10 @@ def _read_cell(reader: Reader, i: int, table: CellTable, seq_id: int, seen: dict
     return CellImage(pos, tuple(sorted(ids)))
 
 
-def _exactly(reader: Reader, n_bytes: int, what: str) -> Bytes:
-    data = reader.read(n_bytes) if n_bytes else b""
+def _exactly(reader: Reader, n_bytes: int, what: str, data: Bytes | None = None) -> Bytes:
+    """`n_bytes` of `reader`, which has given `data` of them already."""
+    if data is None:
+        data = reader.read(n_bytes) if n_bytes else b""
     if len(data) < n_bytes:  # a raw file or a pipe gives what it has
         data = bytearray(data)
         while len(data) < n_bytes:

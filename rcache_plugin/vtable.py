@@ -352,6 +352,7 @@ class _CStream:
         self._cache = table.cache
         self._row_bytes = {(column.which, column.il): column.row_bytes for column in columns_of(table.cache.spec)}
         self.streams_rows: bool = io.read_tensor != ffi.NULL
+        self.rows_wait = bool(io.flags & lib.RCACHE_IO_ROWS_WAIT)
 
     def _check(self, status: int, what: str) -> None:
         if status != Status.OK:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rcache_plugin import CacheSpec, GgmlLib, HostVTable, RecurrentCache, UBatch
-from rcache_plugin._rcache import ffi
+from rcache_plugin._rcache import ffi, lib
 from rcache_plugin.errors import Status
 
 SPEC = CacheSpec.make([6, 0, 3], [10, 0, 5], "f16", "f32")
@@ -66,9 +66,12 @@ def written(cache: RecurrentCache, seq_id: int = -1) -> bytes:
 
 
 class CIO:
-    """``struct rcache_io`` over bytes; with `tensors`, rows go from and to the tensors themselves."""
+    """``struct rcache_io`` over bytes; with `tensors`, rows go from and to the tensors themselves, at once or, with
+    `wait`, when `flush` is called."""
 
-    def __init__(self, cache: RecurrentCache, data: bytes = b"", *, tensors: bool, fail_after: int = 1 << 60) -> None:
+    def __init__(
+        self, cache: RecurrentCache, data: bytes = b"", *, tensors: bool, wait: bool = False, fail_after: int = 1 << 60
+    ) -> None:
         self.reset(data, fail_after)
         assert cache.buffers is not None
         self._where = {
@@ -89,11 +92,19 @@ class CIO:
         self.struct.write, self.struct.read = self._keep[:2]
         if tensors:
             self.struct.write_tensor, self.struct.read_tensor = self._keep[2:]
+        self.struct.flags = lib.RCACHE_IO_ROWS_WAIT if wait else 0
 
     def reset(self, data: bytes, fail_after: int = 1 << 60) -> CIO:
         """Begins anew, with other bytes."""
         self.data, self.at, self.out, self.left = data, 0, bytearray(), fail_after
+        self._waiting: list[tuple[Any, ...]] = []
         return self
+
+    def flush(self) -> None:
+        """Puts the rows that wait into their places."""
+        for rows in self._waiting:
+            self._cache.buffers.set_rows(*rows)  # type: ignore[union-attr]
+        self._waiting.clear()
 
     def _step(self) -> bool:
         self.left -= 1
@@ -129,14 +140,19 @@ class CIO:
         taken = self._take(n_bytes)
         if taken is None:
             return Status.IO
-        self._cache.buffers.set_rows(*self._rows(tensor, offset, n_bytes), taken)  # type: ignore[union-attr]
+        self._waiting.append((*self._rows(tensor, offset, n_bytes), taken))
+        if not self.struct.flags:
+            self.flush()
         return Status.OK
 
 
 def c_status(table: HostVTable, operation: str, stream: CIO, seq_id: int, flags: int = 0) -> int:
     """What ``state_write`` or ``state_read`` of the C table answers."""
     vtable = ffi.cast("const struct rcache_vtable *", table.address)
-    return int(getattr(vtable, operation)(vtable.user, stream.struct, seq_id, flags))
+    status = int(getattr(vtable, operation)(vtable.user, stream.struct, seq_id, flags))
+    if status == Status.OK:
+        stream.flush()
+    return status
 
 
 @contextmanager

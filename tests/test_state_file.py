@@ -554,37 +554,41 @@ def test_a_device_that_fails_in_the_middle_of_a_restore(monkeypatch: pytest.Monk
 # --- the same through C ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensors", [False, True], ids=["bytes", "tensors"])
-def test_states_through_the_c_interface(tensors: bool) -> None:
+MODES = {"bytes": {"tensors": False}, "tensors": {"tensors": True}, "waiting": {"tensors": True, "wait": True}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_through_the_c_interface(mode: str) -> None:
     with used_cache(SPEC_P) as cache, used_cache(SPEC_P, seed=1) as other, HostVTable(cache) as table:
         with HostVTable(other) as other_table:
             for seq_id, to in ((-1, -1), (3, 2), (0, 0)):
-                out = CIO(cache, tensors=tensors)
+                out = CIO(cache, **MODES[mode])
                 assert c_status(table, "state_write", out, seq_id) == Status.OK
                 assert bytes(out.out) == written(cache, seq_id)
                 fill(other, 3)
-                read = CIO(other, bytes(out.out), tensors=tensors)
+                read = CIO(other, bytes(out.out), **MODES[mode])
                 assert c_status(other_table, "state_read", read, to) == Status.OK
                 assert written(other, to) == written(cache, seq_id) and read.at == len(out.out)
 
 
-@pytest.mark.parametrize("tensors", [False, True], ids=["bytes", "tensors"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seq_id", [-1, 0, 2])
-def test_streams_in_c_that_fail_anywhere(tensors: bool, seq_id: int) -> None:
+def test_streams_in_c_that_fail_anywhere(mode: str, seq_id: int) -> None:
     """0 is there and has a cell of its own, 2 is not: it goes to a free cell."""
     with used_cache(n_cells=4) as cache, HostVTable(cache) as table:
         state, n = written(cache, -1 if seq_id < 0 else 1), 0
         fill(cache, 2)
-        before = contents(cache, rows_of_free_cells=not tensors)
+        exact = mode != "tensors"
+        before = contents(cache, rows_of_free_cells=exact)
         while True:
-            status = c_status(table, "state_read", CIO(cache, state, tensors=tensors, fail_after=n), seq_id)
+            status = c_status(table, "state_read", CIO(cache, state, fail_after=n, **MODES[mode]), seq_id)
             if status == Status.OK:
                 break
-            assert status == Status.IO and contents(cache, rows_of_free_cells=not tensors) == before, n
+            assert status == Status.IO and contents(cache, rows_of_free_cells=exact) == before, n
             n += 1
         assert n > 10 and written(cache, seq_id) == state
         for m in range(n):
-            status = c_status(table, "state_write", CIO(cache, tensors=tensors, fail_after=m), seq_id)
+            status = c_status(table, "state_write", CIO(cache, fail_after=m, **MODES[mode]), seq_id)
             assert status in (Status.OK, Status.IO)
 
 

@@ -99,10 +99,13 @@ class Target:
 
     def connect(self) -> None:
         self.tables = [HostVTable(cache) for cache in self.caches]
-        self.streams = [[CIO(cache, tensors=tensors) for tensors in (False, True)] for cache in self.caches]
+        self.streams = [
+            [CIO(cache, tensors=mode > 0, wait=mode > 1) for mode in range(3)] for cache in self.caches
+        ]
 
-    def read_in_c(self, i: int, state: bytes, seq_id: int, tensors: bool) -> int:
-        return c_status(self.tables[i], "state_read", self.streams[i][tensors].reset(state), seq_id)
+    def read_in_c(self, i: int, state: bytes, seq_id: int, mode: int) -> int:
+        """`mode`: 0 reads bytes only, 1 rows to tensors at once, 2 rows that wait."""
+        return c_status(self.tables[i], "state_read", self.streams[i][mode].reset(state), seq_id)
 
     def was_refused(self, i: int, *, rows_of_free_cells: bool = True) -> None:
         before = self.before[i] if rows_of_free_cells else self.used[i]
@@ -151,14 +154,14 @@ def test_changed_states_through_c(seed: int) -> None:
     """With rows that go straight to tensors, those of cells that hold nothing may have changed."""
     rng = random.Random(seed)
     for _ in range(PER_SEED):
-        (state, seq_id), i, tensors = rng.choice(BLOBS), rng.randrange(2), rng.random() < 0.5
+        (state, seq_id), i, mode = rng.choice(BLOBS), rng.randrange(2), rng.randrange(3)
         how = draw(rng)
-        note(f"{how} of {state!r}, for {seq_id} in cache {i}, tensors: {tensors}")
-        status = TARGET.read_in_c(i, changed(state, how), seq_id, tensors)
+        note(f"{how} of {state!r}, for {seq_id} in cache {i}, mode {mode}")
+        status = TARGET.read_in_c(i, changed(state, how), seq_id, mode)
         COUNTS["states through C"] += 1
         if status == Status.IO:
             COUNTS["refused"] += 1
-            TARGET.was_refused(i, rows_of_free_cells=not tensors)
+            TARGET.was_refused(i, rows_of_free_cells=mode != 1)
         else:
             assert status == Status.OK
             TARGET.was_taken(i, seq_id, None)
@@ -212,7 +215,7 @@ def test_every_cut(blob: tuple[bytes, int]) -> None:
             COUNTS["cuts"] += 1
             with pytest.raises(StateError):
                 TARGET.caches[i].state_read(state[:length], seq_id)
-            assert TARGET.read_in_c(i, state[:length], seq_id, tensors=False) == Status.IO
+            assert TARGET.read_in_c(i, state[:length], seq_id, mode=2 * (length % 2)) == Status.IO
         TARGET.was_refused(i)
 
 

@@ -34,6 +34,8 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <typeinfo>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -177,6 +179,24 @@ void drop_left_over(const rcache_state & state, const std::vector<llama_ubatch> 
             }
         }
     }
+}
+
+// Versions whose readers can forget what they were told to put into tensors.
+template <typename Reader> auto can_discard(int) -> decltype(std::declval<Reader &>().discard(), bool()) {
+    return true;
+}
+
+template <typename Reader> bool can_discard(long) {
+    return false;
+}
+
+// Whether rows are put into tensors only after a restore that has succeeded: the readers of memory and of what is on the
+// device wait, that of files does not. No header declares them, so they are known by name; another one counts as not
+// waiting, which costs a copy.
+bool rows_wait(const llama_io_read_i & io) {
+    const std::string name = typeid(io).name();
+    const auto is = [&](const char * what) { return name.find(what) != std::string::npos; };
+    return can_discard<llama_io_read_i>(0) && (is("llama_io_read_host") || is("llama_io_read_device"));
 }
 
 // llama.cpp's streams as the table's. An exception of theirs waits here until the call has returned.
@@ -636,6 +656,7 @@ void llama_memory_recurrent::state_read(llama_io_read_i & io, llama_seq_id seq_i
     io_bridge<llama_io_read_i> bridge(io);
     bridge.c.read        = io_read;
     bridge.c.read_tensor = io_read_tensor;
+    bridge.c.flags       = rows_wait(io) ? RCACHE_IO_ROWS_WAIT : 0;
     const int32_t status = table->state_read(table->user, &bridge.c, seq_id, flags);
     if (status != RCACHE_STATUS_OK && state.hybrid && !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
         // our half is what it was, but llama.cpp clears the attention half, which it has restored already

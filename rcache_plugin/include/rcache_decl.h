@@ -103,16 +103,21 @@ struct rcache_info {
     uint64_t total_bytes;          /* all buffers, padding included */
 };
 
+enum rcache_io_flags {
+    RCACHE_IO_ROWS_WAIT = 1        /* what read_tensor is asked for is done after state_read has returned OK, and not at
+                                    * all if it fails: so rows of live states may be asked for before all is checked */
+};
+
 /* A stream of bytes, given by the host. Each call returns RCACHE_STATUS_OK or a negative status. */
 struct rcache_io {
     uint32_t struct_size;          /* sizeof(struct rcache_io) */
-    uint32_t reserved;             /* 0 */
+    uint32_t flags;                /* enum rcache_io_flags; 0: read_tensor acts at once */
     void * user;                   /* first argument of each call */
     int32_t (*write)(void * user, const void * src, uint64_t n_bytes);
     int32_t (*read)(void * user, void * dst, uint64_t n_bytes);
     /* (optional) NULL: the cache copies through host memory and calls write / read. Each stands for the same bytes of the
-     * stream, which go from or to the tensor instead. read_tensor is called before all of a state has been checked only
-     * where the rows hold no state; if the state then turns out to be wrong, nothing refers to them. */
+     * stream, which go from or to the tensor instead. Unless rows wait, read_tensor is called before all of a state has
+     * been checked only where the rows hold no state; if the state then turns out to be wrong, nothing refers to them. */
     int32_t (*write_tensor)(void * user, void * tensor, uint64_t offset, uint64_t n_bytes);
     int32_t (*read_tensor)(void * user, void * tensor, uint64_t offset, uint64_t n_bytes);
 };
