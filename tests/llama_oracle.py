@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rcache_plugin import llama_build
+from rcache_plugin.llama_build import Compiler, compile_object
+from rcache_plugin.llama_headers import get_headers
+from rcache_plugin.llama_install import find_install
 
 HERE = Path(__file__).resolve().parent
 
 
 def compile_oracle(folder: Path) -> Path:
     """tests/native/llama_oracle.cpp against the headers of the installed llama-cpp-python."""
-    install = llama_build.find_install()
-    headers = llama_build.get_headers(install.release)
+    headers = get_headers(find_install().release)
     target = folder / "llama_oracle.so"
-    source = HERE / "native" / "llama_oracle.cpp"
-    llama_build.compile_object(llama_build.Compiler.find(), headers, source, target)
+    compile_object(Compiler.find(), headers, HERE / "native" / "llama_oracle.cpp", target)
     return target
 
 

@@ -27,7 +27,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_ffi": {"errors"},
     "ggml_lib": {"errors", "_ffi"},
     "buffers": {"errors", "spec", "_ffi", "ggml_lib", "_rcache"},
-    "llama_build": {"errors"},
+    "_process": set(),
+    "llama_errors": {"errors"},
+    "llama_install": {"llama_errors"},
+    "llama_cache": {"llama_errors"},
+    "llama_headers": {"_process", "llama_errors", "llama_install", "llama_cache"},
+    "_llama_smoke": set(),
+    "llama_symbols": {"_process", "llama_errors", "llama_install"},
+    "llama_build": {
+        "_process", "llama_errors", "llama_install", "llama_cache", "llama_headers", "llama_symbols",
+    },
     "history": {"errors", "ubatch"},
     "checkpoint": {"errors", "ubatch", "cells", "history", "tree"},
     "cache": {
