@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+import children
 
 from rcache_plugin.llama_build import Compiler, compile_object
 from rcache_plugin.llama_headers import get_headers
@@ -23,28 +22,6 @@ def compile_oracle(folder: Path) -> Path:
     return target
 
 
-class OracleProcess:
+class OracleProcess(children.Answering):
     def __init__(self, library: Path, model: Path, log: Path) -> None:
-        self.log = log
-        with open(log, "w", encoding="utf-8") as stderr:
-            self.child = subprocess.Popen(
-                [sys.executable, str(HERE / "llama_oracle_child.py"), str(library), str(model)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-
-    def ask(self, job: dict[str, Any]) -> list[Any]:
-        assert self.child.stdin is not None and self.child.stdout is not None
-        print(json.dumps(job), file=self.child.stdin, flush=True)
-        line = self.child.stdout.readline()
-        if not line:
-            raise AssertionError(f"the oracle ended with {self.child.wait()}\n{self.log.read_text(encoding='utf-8')}")
-        answer: list[Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        self.child.wait(timeout=30)
+        super().__init__([sys.executable, str(HERE / "llama_oracle_child.py"), str(library), str(model)], log=log)
