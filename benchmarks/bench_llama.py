@@ -23,22 +23,20 @@ ROOT = HERE.parent
 MODELS = ROOT / "build" / "bench"
 sys.path.insert(0, str(ROOT / "tests"))
 
+import children  # noqa: E402
+
 
 class Side:
     def __init__(self, mode: str, options: dict[str, Any], oracle: Path) -> None:
         self.name = mode + "".join(f" {value}" for value in options.values())
-        self.child = subprocess.Popen(
-            [sys.executable, str(HERE / "llama_bench_child.py"), mode, json.dumps(options), str(oracle)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
+        command = [sys.executable, str(HERE / "llama_bench_child.py"), mode, json.dumps(options), str(oracle)]
+        self.child = children.Answering(command)
 
     def run(self, case: list[Any]) -> list[float]:
-        assert self.child.stdin is not None and self.child.stdout is not None
-        print(json.dumps(case), file=self.child.stdin, flush=True)
-        line = self.child.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with {self.child.wait()} in {case}")
-        times: list[float] = json.loads(line)
+        try:
+            times: list[float] = self.child.ask(case)
+        except children.ChildFailed as e:
+            raise SystemExit(f"{self.name} {e}") from None
         return times
 
 

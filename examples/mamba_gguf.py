@@ -32,6 +32,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import gguf
 import numpy as np
@@ -44,6 +45,18 @@ _MATRIX_TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 MATRIX_TYPES = tuple(_MATRIX_TYPES)
+
+
+class Sizes(Protocol):
+    """The sizes that shapes follow from, all in elements; whoever has them may derive some from others."""
+
+    n_vocab: int
+    n_embd: int
+    n_layer: int
+    d_inner: int
+    d_state: int
+    d_conv: int
+    dt_rank: int
 
 
 @dataclass(frozen=True)
@@ -71,26 +84,36 @@ class MambaShape:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """GGUF tensor name -> NumPy shape, in the order in which the file holds them."""
-        d, di, n, r = self.n_embd, self.d_inner, self.d_state, self.dt_rank
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.n_vocab, d), "output_norm.weight": (d,)}
-        for il in range(self.n_layer):
-            shapes |= {
-                f"blk.{il}.attn_norm.weight": (d,),
-                f"blk.{il}.ssm_in.weight": (2 * di, d),
-                f"blk.{il}.ssm_conv1d.weight": (di, self.d_conv),
-                f"blk.{il}.ssm_conv1d.bias": (di,),
-                f"blk.{il}.ssm_x.weight": (r + 2 * n, di),
-                f"blk.{il}.ssm_dt.weight": (di, r),
-                f"blk.{il}.ssm_dt.bias": (di,),
-                f"blk.{il}.ssm_a": (di, n),
-                f"blk.{il}.ssm_d": (di,),
-                f"blk.{il}.ssm_out.weight": (d, di),
-            }
-        return shapes
+        return tensor_shapes(self)
 
     def n_params(self) -> int:
         """Number of weights; the tied embedding counts once."""
         return sum(int(np.prod(shape)) for shape in self.tensor_shapes().values())
+
+
+def tensor_shapes(sizes: Sizes, tied: bool = True) -> dict[str, tuple[int, ...]]:
+    """GGUF tensor name -> NumPy shape, in the order in which files hold them.
+
+    ``tied`` models have no output matrix of their own.
+    """
+    d, di, n, r = sizes.n_embd, sizes.d_inner, sizes.d_state, sizes.dt_rank
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.n_vocab, d), "output_norm.weight": (d,)}
+    if not tied:
+        shapes["output.weight"] = (sizes.n_vocab, d)
+    for il in range(sizes.n_layer):
+        shapes |= {
+            f"blk.{il}.attn_norm.weight": (d,),
+            f"blk.{il}.ssm_in.weight": (2 * di, d),
+            f"blk.{il}.ssm_conv1d.weight": (di, sizes.d_conv),
+            f"blk.{il}.ssm_conv1d.bias": (di,),
+            f"blk.{il}.ssm_x.weight": (r + 2 * n, di),
+            f"blk.{il}.ssm_dt.weight": (di, r),
+            f"blk.{il}.ssm_dt.bias": (di,),
+            f"blk.{il}.ssm_a": (di, n),
+            f"blk.{il}.ssm_d": (di,),
+            f"blk.{il}.ssm_out.weight": (d, di),
+        }
+    return shapes
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ import llama_child  # noqa: E402
 import llama_models  # noqa: E402
 import llama_scripts  # noqa: E402
 
-from rcache_plugin import llama_build  # noqa: E402
+from rcache_plugin.llama_headers import ENV_SDIST  # noqa: E402
+from rcache_plugin.llama_install import find_install  # noqa: E402
 
 SUPPORT = """
 #include "common.h"
@@ -148,7 +149,7 @@ def _program(work: Path, version: str) -> Path:
     if program.exists():
         return program
     source = _source(work, version)
-    libraries = llama_build.find_install().libllama.parent
+    libraries = find_install().libllama.parent
     support = work / "support.cpp"
     work.mkdir(parents=True, exist_ok=True)
     support.write_text(SUPPORT)
@@ -170,7 +171,7 @@ def _program(work: Path, version: str) -> Path:
 
 def _source(work: Path, version: str) -> Path:
     """The unpacked llama.cpp of the source distribution; downloaded unless RCACHE_LLAMA_SDIST names it."""
-    given = os.environ.get(llama_build.ENV_SDIST)
+    given = os.environ.get(ENV_SDIST)
     if given and Path(given).is_dir():
         return Path(given) / "vendor" / "llama.cpp"
     unpacked = work / f"llama_cpp_python-{version}"

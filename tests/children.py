@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 """Top folder of the checkout."""
@@ -68,6 +71,39 @@ def start(
         stderr=stderr,
         text=True,
     )
+
+
+class Answering:
+    """A child that answers each line of JSON on its stdin with one on its stdout, and ends when stdin does."""
+
+    def __init__(self, command: Sequence[str], *, log: Path | None = None) -> None:
+        """`log` takes its stderr; without one it goes where ours goes."""
+        self.log = log
+        with open(log, "w", encoding="utf-8") if log else contextlib.nullcontext() as stderr:
+            self.child = subprocess.Popen(
+                list(command),
+                env=_environment(None),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def ask(self, question: Any) -> Any:
+        """Its answer. Raises `ChildFailed` when it ends instead."""
+        assert self.child.stdin is not None and self.child.stdout is not None
+        print(json.dumps(question), file=self.child.stdin, flush=True)
+        line = self.child.stdout.readline()
+        if not line:
+            told = "\n" + self.log.read_text(encoding="utf-8") if self.log else ""
+            raise ChildFailed(f"ended with {_status(self.child.wait())} in {question}{told}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Lets it end, and waits for that."""
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        self.child.wait(timeout=30)
 
 
 def finish(child: subprocess.Popen[str], *, timeout: float = 120) -> tuple[int, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import children
@@ -22,6 +23,34 @@ def exchanges(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from exchange import Exchanges
 
     return Exchanges(tmp_path_factory.mktemp("exchange"))
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A llama-cpp-python in small: a `llama_kit.Kit`."""
+    from llama_kit import Kit
+
+    return Kit(tmp_path_factory.mktemp("kit"))
+
+
+@pytest.fixture
+def build_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any) -> Path:
+    """A cache folder of the test's own, the small adapter, and the small source distribution."""
+    from rcache_plugin import llama_build, llama_cache, llama_headers, llama_install
+
+    for name in ("CXX", llama_install.ENV_ANY_VERSION, llama_install.ENV_LIB_PATH, "LD_BIND_NOW"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(llama_cache.ENV_CACHE_DIR, str(folder))
+    monkeypatch.setenv(llama_headers.ENV_SDIST, str(kit.sdist))
+    monkeypatch.setattr(llama_build, "ADAPTER", kit.adapter)
+    return folder
+
+
+@pytest.fixture
+def small_install(kit: Any, tmp_path: Path) -> Any:
+    """The kit's install, with a libllama of the test's own: a `LlamaInstall`."""
+    return kit.install(tmp_path)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,6 +6,7 @@ Values are drawn so that logits are of order one and states matter: a wrong stat
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+from children import ROOT
+
+sys.path.append(str(ROOT / "examples"))
+
+from mamba_gguf import byte_symbols, tensor_shapes
 
 Type = gguf.GGMLQuantizationType
 MATRICES = ("token_embd.weight", "output.weight", "ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
@@ -40,24 +46,7 @@ class TinyMamba:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """NumPy shapes: the contiguous dimension last."""
-        d, di, n, r = self.n_embd, self.d_inner, self.d_state, self.dt_rank
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.n_vocab, d), "output_norm.weight": (d,)}
-        if not self.tied:
-            shapes["output.weight"] = (self.n_vocab, d)
-        for il in range(self.n_layer):
-            shapes |= {
-                f"blk.{il}.attn_norm.weight": (d,),
-                f"blk.{il}.ssm_in.weight": (2 * di, d),
-                f"blk.{il}.ssm_conv1d.weight": (di, self.d_conv),
-                f"blk.{il}.ssm_conv1d.bias": (di,),
-                f"blk.{il}.ssm_x.weight": (r + 2 * n, di),
-                f"blk.{il}.ssm_dt.weight": (di, r),
-                f"blk.{il}.ssm_dt.bias": (di,),
-                f"blk.{il}.ssm_a": (di, n),
-                f"blk.{il}.ssm_d": (di,),
-                f"blk.{il}.ssm_out.weight": (d, di),
-            }
-        return shapes
+        return tensor_shapes(self, self.tied)
 
     def weights(self) -> dict[str, np.ndarray]:
         """float32 values before any conversion."""
@@ -187,10 +176,8 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 def byte_vocab(n_vocab: int = 300, pre: str | None = "gpt-2") -> dict[str, Any]:
     """Tokenizer metadata: 256 bytes, some merges, some control and user-defined tokens, then unused ones."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in itself]
-    symbol = {byte: chr(byte) for byte in itself} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    tokens = [symbol[byte] for byte in range(256)]
+    symbol = byte_symbols()
+    tokens = list(symbol)
     space = symbol[0x20]
     merges = [f"{space} t", "h e", f"{space}t he", "l l", "e r", f"{symbol[0xC3]} {symbol[0xA9]}", "1 2", "12 3"]
     tokens += [merge.replace(" ", "") for merge in merges]

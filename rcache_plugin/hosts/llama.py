@@ -28,7 +28,8 @@ from ..cache import RecurrentCache
 from ..checkpoint import DefaultPolicy, default_checkpoint_cells
 from ..errors import AbiMismatch, RcacheError
 from ..ggml_lib import GgmlLib
-from ..llama_build import LlamaInstall, build, find_install
+from ..llama_build import build
+from ..llama_install import LlamaInstall, find_install
 from ..slots import COMPACT
 from ..vtable import ABI_VERSION, CacheRequest, new_factory
 

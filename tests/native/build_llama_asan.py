@@ -9,13 +9,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import llama_models
 
-from rcache_plugin import llama_build
+from rcache_plugin.llama_build import ADAPTER, Compiler, compile_object
+from rcache_plugin.llama_headers import get_headers
+from rcache_plugin.llama_install import find_install
 
 folder = Path(sys.argv[1])
-install = llama_build.find_install()
-headers = llama_build.get_headers(install.release, progress=None)
-llama_build.compile_object(
-    llama_build.Compiler.find(), headers, llama_build.ADAPTER, folder / "adapter.so", ["-g", "-O1", *sys.argv[2:]]
-)
+headers = get_headers(find_install().release, progress=None)
+compile_object(Compiler.find(), headers, ADAPTER, folder / "adapter.so", ["-g", "-O1", *sys.argv[2:]])
 for name in ("mamba", "granite-hybrid", "qwen35"):
     llama_models.write(name, folder)
