@@ -283,6 +283,13 @@ _FEATURES = (
     ("HAS_MEMORY_BREAKDOWN", _CLASS_HEADER, r"\bmemory_breakdown\b"),
     ("CTOR_FILTER_FIRST", _CLASS_HEADER, r"layer_filter_cb\s*&&\s*filter"),
 )
+# Functions beside the class that the adapter takes over, to clean up after restores that fail.
+_TAKEN_OVER = (
+    "_ZN13llama_context15state_read_dataER15llama_io_read_i",
+    "_ZN13llama_context19state_seq_read_dataER15llama_io_read_iij",
+    "_ZN13llama_context15state_load_fileEPKcPimPm",
+    "_ZN13llama_context19state_seq_load_fileEiPKcPimPm",
+)
 _MUST_HAVE = ("HAS_N_RS_SEQ", "HAS_CTXS_BUFS", "HAS_MEMORY_BREAKDOWN")
 _MUST_NOT_HAVE = ("CTOR_FILTER_FIRST",)
 
@@ -641,7 +648,7 @@ def check_symbols(adapter: SharedObject, libllama: SharedObject) -> None:
         name
         for name, symbol in adapter.defined.items()
         if symbol.binding == _STB_GLOBAL and not _MEMBER.match(name) and not _TABLE.fullmatch(name)
-        if name in libllama.defined
+        if name in libllama.defined and name not in _TAKEN_OVER
     }
     hidden = {n for n in adapter.members & libllama.members if adapter.defined[n].visibility != _STV_DEFAULT}
     if missing or extra or hidden:
