@@ -24,6 +24,13 @@ _MEMORY = "22llama_memory_recurrent"
 _CONTEXT = "30llama_memory_recurrent_context"
 _MEMBER = re.compile(rf"_ZNK?(?:{_MEMORY}|{_CONTEXT})")
 _TABLE = re.compile(rf"_ZT[VIS](?:{_MEMORY}|{_CONTEXT})")
+# Functions beside the class that the adapter takes over, to clean up after restores that fail.
+_TAKEN_OVER = (
+    "_ZN13llama_context15state_read_dataER15llama_io_read_i",
+    "_ZN13llama_context19state_seq_read_dataER15llama_io_read_iij",
+    "_ZN13llama_context15state_load_fileEPKcPimPm",
+    "_ZN13llama_context19state_seq_load_fileEiPKcPimPm",
+)
 # Members that other files of llama.cpp call in every version: through the linker, or the adapter is never reached.
 _CALLED = (
     *(f"_ZN{_MEMORY}C1E", f"_ZNK{_CONTEXT}6s_copyE", f"_ZNK{_CONTEXT}8get_headE", f"_ZNK{_CONTEXT}8get_n_rsE"),
@@ -172,7 +179,7 @@ def check_symbols(adapter: SharedObject, libllama: SharedObject) -> None:
         name
         for name, symbol in adapter.defined.items()
         if symbol.binding == _STB_GLOBAL and not _MEMBER.match(name) and not _TABLE.fullmatch(name)
-        if name in libllama.defined
+        if name in libllama.defined and name not in _TAKEN_OVER
     }
     hidden = {n for n in adapter.members & libllama.members if adapter.defined[n].visibility != _STV_DEFAULT}
     if missing or extra or hidden:

@@ -807,6 +807,104 @@ def test_states_cut_or_changed_anywhere_are_refused(model_path: Callable[[str], 
     )
 
 
+@pytest.mark.parametrize("model", [*HYBRIDS, "lfm2-swa"])
+def test_a_restore_that_fails_in_either_half_leaves_neither(model_path: Callable[[str], str], model: str) -> None:
+    """Wherever the state is cut, in memory or in a file; others are what they were. Stock goes on from a half here."""
+    _run(
+        model_path,
+        """
+        import ctypes, os, tempfile
+        fresh_1 = fresh(tokens(12, 2))
+        folder = tempfile.mkdtemp()
+
+        def as_file(state, seq):
+            # what is behind the 8 bytes of a sequence's data is what its file has behind 12
+            head = (0x67677371, 3, 0) if seq is not None else (0x6767736e, 10, 0)
+            path = os.path.join(folder, "x").encode()
+            with open(path, "wb") as file:
+                file.write(b"".join(n.to_bytes(4, "little") for n in head) + state[8 if seq is not None else 0 :])
+            handle, ids, n = machine.contexts[0], (ctypes.c_int32 * 8)(), ctypes.c_size_t()
+            if seq is None:
+                return machine.lib.llama_state_load_file(handle, path, ids, 8, ctypes.byref(n))
+            return machine.lib.llama_state_seq_load_file(handle, path, seq, ids, 8, ctypes.byref(n))
+
+        def prepared():
+            machine.new(0)
+            assert machine.decode(rows({0: tokens(20), 1: tokens(9, 1)}))[0] == 0
+            return machine.save(0, 0), machine.save(0)
+
+        one, whole = prepared()
+        machine.free(0)
+        for seq, state, load in ((s, x, f) for s, x in ((1, one), (None, whole)) for f in (machine.load, as_file)):
+            for end in (60, 150, 400, len(state) // 2, len(state) * 9 // 10, len(state) - 1):
+                prepared()
+                read = load(state[:end], 0, seq) if load == machine.load else load(state[:end], seq)
+                assert not read, (seq, end)
+                found = machine.positions(0)
+                assert found == [[19, 19] if seq else [-1, -1]] + [[-1, -1]] * 3, (seq, end, found)
+                status, logits, _ = machine.decode(rows({1: tokens(12, 2)}))
+                assert status == 0 and np.allclose(logits, fresh_1, rtol=1e-3, atol=1e-3), (seq, end)
+                if seq:
+                    status, logits, _ = machine.decode(rows({0: [5]}, 20))
+                    assert np.allclose(logits, fresh([*tokens(20), 5]), rtol=1e-3, atol=1e-3)
+                machine.free(0)
+
+        # refused before anything has changed: all is as it was
+        prepared()
+        before = machine.positions(0), machine.save(0)
+        name = whole[4 : 4 + whole[0]]
+        other = whole.replace(name, name[:-1] + b"x", 1)
+        streams = one[:8] + (9).to_bytes(4, "little") + one[12:]
+        assert not machine.load(other, 0) and not machine.load(streams, 0, 1) and not machine.load(one[:10], 0, 5)
+        assert (machine.positions(0), machine.save(0)) == before
+        partial = machine.save(0, 0, llama_child.PARTIAL)
+        if MODEL != "lfm2-swa":
+            assert not machine.load(partial[:-1], 0, 0, llama_child.PARTIAL)
+            assert (machine.positions(0), machine.save(0)) == before
+        machine.close()
+        """.replace("MODEL", repr(model)),
+        model,
+    )
+
+
+def test_a_file_that_was_cut_changes_nothing(model_path: Callable[[str], str]) -> None:
+    """llama.cpp's reader of files does not fail at their end: stock restores what its memory held, and then aborts."""
+    _run(
+        model_path,
+        """
+        import ctypes, os, tempfile
+        lib, path = machine.lib, os.path.join(tempfile.mkdtemp(), "x")
+        machine.new(0)
+        assert machine.decode(rows({0: tokens(20), 1: tokens(9, 1)}))[0] == 0
+        handle, ids, n = machine.contexts[0], (ctypes.c_int32 * 32)(*tokens(20)), ctypes.c_size_t()
+        before = machine.positions(0), machine.save(0)
+        for whole in (False, True):
+            if whole:
+                assert lib.llama_state_save_file(handle, path.encode(), ids, 20)
+            else:
+                assert lib.llama_state_seq_save_file(handle, path.encode(), 0, ids, 20)
+            data = open(path, "rb").read()
+
+            def load(seq):
+                if whole:
+                    return lib.llama_state_load_file(handle, path.encode(), ids, 32, ctypes.byref(n))
+                return lib.llama_state_seq_load_file(handle, path.encode(), seq, ids, 32, ctypes.byref(n))
+
+            for end in (92, 95, 96, 104, 110, len(data) // 2, len(data) - 100, len(data) - 1):
+                with open(path, "wb") as file:
+                    file.write(data[:end])
+                for seq in (1, 2):  # over a state, and to a free cell
+                    assert not load(seq), end
+                    assert (machine.positions(0), machine.save(0)) == before, end
+            with open(path, "wb") as file:
+                file.write(data)
+            assert load(0) and (machine.positions(0), machine.save(0)) == before
+        machine.close()
+        """,
+        "mamba",
+    )
+
+
 # --- processes, threads, memory -------------------------------------------------------------------------------------
 
 
