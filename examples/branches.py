@@ -38,5 +38,5 @@ cache.release(start)
 
 stats = cache.stats()
 afresh = args.branches * (len(prompt) + args.n_predict - 1)
-print(f"{len(prompt)} tokens of prompt, {args.branches} continuations of {args.n_predict}: {stats.tokens_read} tokens read, "
-      f"{stats.tokens_replayed} replayed; {afresh} without the checkpoint")
+print(f"{len(prompt)} tokens of prompt, {args.branches} continuations of {args.n_predict}: {stats.tokens_read} tokens "
+      f"read, {stats.tokens_replayed} replayed; {afresh} without the checkpoint")

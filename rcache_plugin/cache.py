@@ -419,7 +419,7 @@ class RecurrentCache:
         tokens = history.tokens[:n_tokens]
         if seq_id not in self._lost:
             kept.leaves(table, seq_id)
-        hold = self._hold(kept, seq_id, base)
+        hold = self._hold(kept, seq_id, base) if missing else None  # else nothing can fail
         was, whole = history.tokens, history.whole
         self._go_to(kept, seq_id, base)
         done = not missing or self._read_again(seq_id, start, tokens)
@@ -459,12 +459,12 @@ class RecurrentCache:
             self.table.go_to_pin(seq_id, one.pin)
             kept.used(one, seq_id)
         self._lost.discard(seq_id)
-        self._changed()
 
     def _read_again(self, seq_id: int, start: int, tokens: array[int]) -> bool:
         replay = self.replay
         if replay is None or self._replaying:
             return False
+        self._changed()  # the host may ask for positions
         self._replaying = True
         try:
             done = replay(seq_id, start, np.array(tokens[start:], np.int32))
@@ -677,6 +677,7 @@ class RecurrentCache:
         kept.leaves(self.table, seq_id)
         if one.valid:  # leaving may have taken its cell
             self._go_to(kept, seq_id, one)
+        self._changed()
 
     def tokens(self, seq_id: int) -> Int32Array:
         """The tokens that a sequence is known to have read, from position 0 on, int32 [n <= position + 1]; a copy.
