@@ -73,11 +73,12 @@ asan: $(STAMPS)/package $(STAMPS)/ggml
 	@sh tests/native/run_asan.sh "$(abspath $(PY))"
 
 bench: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
-	$(SAY) 'running the benchmarks: about 10 minutes; leave the machine alone meanwhile'
+	$(SAY) 'running the benchmarks: about 20 minutes; leave the machine alone meanwhile'
 	@mkdir -p build/bench
 	@$(PY) benchmarks/bench_cells.py --json build/bench/cells.json
 	@$(PY) benchmarks/bench_llama.py --json build/bench/llama.json
 	@$(PY) benchmarks/bench_state.py --json build/bench/state.json
+	@$(PY) benchmarks/bench_reuse.py --json build/bench/reuse.json
 
 lint: $(STAMPS)/run $(STAMPS)/lint
 	$(SAY) 'checking with ruff and mypy --strict'

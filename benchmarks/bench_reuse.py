@@ -145,7 +145,8 @@ class Bench:
             found = self.measure(["rollback", model(preset), 9], self.rounds, seeded=False, warm=True)
             size = f"{found[0][0]['state_bytes'] / 1e6:.1f} MB"
             rows.append(self.row(found, "keep", f"keep {preset}", f"keeping a state of {size}", unit="us"))
-            rows.append(self.row(found, "back", f"back {preset}", f"going back to it, {size}", unit="us", most=100))
+            for key, name in (("back", "going back to it after a step"), ("once more", "going back to it once more")):
+                rows.append(self.row(found, key, f"{key} {preset}", f"{name}, {size}", unit="us", most=100))
         return rows
 
     def copies(self) -> list[Row]:
@@ -185,7 +186,7 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="written; with --only, its other rows stay")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="names of cases, such as turns,rollback")
     args = parser.parse_args()
@@ -202,6 +203,10 @@ def main() -> None:
             "rounds": args.rounds, "same_answers": bench.same_answers,
         }
         described = [asdict(row) | {"aim": row.aim, "verdict": row.verdict} for row in rows]
+        if args.only and args.json.exists():
+            measured = {row.case for row in rows}
+            before = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+            described = [row for row in before if row["case"] not in measured] + described
         args.json.write_text(json.dumps({**about, "rows": described}, indent=1) + "\n", encoding="utf-8")
 
 

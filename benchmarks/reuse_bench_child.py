@@ -111,7 +111,8 @@ def _memory(llm: Any) -> Any:
 
 
 def rollback(path: str, n: int) -> dict[str, Any]:
-    """Going back over 2 tokens to a kept state, the median of `n`; seconds of keeping it and of going back.
+    """Going back over 2 tokens to a kept state, medians of `n`; seconds of keeping it, of going back, and of going back
+    once more at once, when the caches of the processor know the way.
 
     Stock's way is to get the sequence's state, and to set it.
     """
@@ -119,29 +120,40 @@ def rollback(path: str, n: int) -> dict[str, Any]:
     llm.reset()
     prompt = text(16, 8000)
     llm.eval(prompt)
-    memory, keep, back = _memory(llm), [], []
-    size = llama_cpp.llama_state_seq_get_size(llm._ctx.ctx, 0)
+    memory, seconds = llama_cpp.llama_get_memory(llm.ctx), {"keep": [], "back": [], "once more": []}
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
     buffer = (ctypes.c_uint8 * size)()
-    for _ in range(n):
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        if MODE == "rcache":
-            kept = llm.rcache.checkpoint(0)
-        else:
-            llama_cpp.llama_state_seq_get_data(llm._ctx.ctx, buffer, size, 0)
-        keep.append(time.perf_counter() - start)
-        llm.eval(text(2, 8001))
-        start = time.perf_counter()
-        if MODE == "rcache":
-            done = llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1)
-        else:
-            done = llama_cpp.llama_state_seq_set_data(llm._ctx.ctx, buffer, size, 0)
-        back.append(time.perf_counter() - start)
+        done = call()
+        seconds[name].append(time.perf_counter() - start)
         assert done and llama_cpp.llama_memory_seq_pos_max(memory, 0) == len(prompt) - 1
-        llm.n_tokens = len(prompt)
-        if MODE == "rcache":
+        return done
+
+    def back() -> Any:
+        if MODE == "stock":
+            return llama_cpp.llama_state_seq_set_data(llm.ctx, buffer, size, 0)
+        return llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1)
+
+    for _ in range(n):
+        if MODE == "stock":
+            timed("keep", lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0))
+            llm.eval(text(2, 8001))
+            timed("back", back)
+            timed("once more", back)
+        else:
+            kept = timed("keep", lambda: llm.rcache.checkpoint(0))
+            llm.eval(text(2, 8001))
+            ahead = llm.rcache.checkpoint(0)
+            timed("back", back)
+            llm.rcache.restore(ahead, 0)
+            timed("once more", back)
+            llm.rcache.release(ahead)
             assert kept.valid
             llm.rcache.release(kept)
-    return {"seconds": {"keep": sorted(keep)[n // 2], "back": sorted(back)[n // 2]}, "state_bytes": size}
+        llm.n_tokens = len(prompt)
+    return {"seconds": {name: sorted(each)[n // 2] for name, each in seconds.items()}, "state_bytes": size}
 
 
 def copies(path: str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Rewind:
         tokens = history.tokens[:n_tokens]
         if seq_id not in self._lost:
             kept.leaves(table, seq_id, to=base)
-        hold = self._hold(table, kept, seq_id, base)
+        hold = self._hold(table, kept, seq_id, base) if missing else None  # else nothing can fail
         was, whole = history.tokens, history.whole
         done = False
         try:

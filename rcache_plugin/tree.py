@@ -17,6 +17,7 @@ per node, never per token. The tree knows nothing of what its values are, nor of
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -284,20 +285,22 @@ def _common_child(node: _Node[V], key: bytes, end: int) -> tuple[int, _Node[V] |
 
 def _key(tokens: Any, most: int | None = None) -> bytes:
     """The first `most` tokens as bytes of int32. Raises `InvalidArgument`: not flat, not whole, outside int32."""
+    if type(tokens) is array and tokens.typecode == "i":  # a record of the cache's own, looked up in each rollback
+        return (tokens if most is None else tokens[:most]).tobytes()
     try:
         given = tokens if isinstance(tokens, np.ndarray) else memoryview(tokens)
     except TypeError:  # no buffer
         given = tokens
     try:
         raw = isinstance(given, memoryview) and given.itemsize == 1
-        array = np.frombuffer(given, _INT32) if raw else np.asarray(given)
+        ids = np.frombuffer(given, _INT32) if raw else np.asarray(given)
     except (ValueError, BufferError) as error:  # rows of unequal length, gaps, an end inside a token
         raise InvalidArgument(f"these are no tokens: {error}") from error
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgument(f"tokens must be a flat list of whole numbers, not {array.dtype} {list(array.shape)}")
-    array = array[:most]
-    if array.size and array.dtype != _INT32:
-        least, greatest = int(array.min()), int(array.max())
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidArgument(f"tokens must be a flat list of whole numbers, not {ids.dtype} {list(ids.shape)}")
+    ids = ids[:most]
+    if ids.size and ids.dtype != _INT32:
+        least, greatest = int(ids.min()), int(ids.max())
         if not -(2**31) <= least <= greatest < 2**31:
             raise InvalidArgument(f"tokens are int32, found {least} .. {greatest}")
-    return array.astype(_INT32, copy=False).tobytes()
+    return ids.astype(_INT32, copy=False).tobytes()

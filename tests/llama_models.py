@@ -34,7 +34,7 @@ class Model:
     shifts: bool = True
     """False where llama.cpp itself aborts when it shifts positions of this model."""
 
-    def write(self, path: Path, seed: int = 0) -> Path:
+    def write(self, path: Path, seed: int = 0, chat_template: str | None = None) -> Path:
         """Writes the model to `path` and returns it; equal seeds give equal files."""
         rng = np.random.default_rng([seed, *self.name.encode()])
         writer = gguf.GGUFWriter(path, self.architecture)
@@ -42,6 +42,8 @@ class Model:
             _add(writer, f"{self.architecture}.{key}", value)
         for key, value in byte_vocab(N_VOCAB).items():
             _add(writer, key, value)
+        if chat_template is not None:
+            writer.add_chat_template(chat_template)
         for name, shape in self.shapes.items():
             writer.add_tensor(name, _values(name, shape, rng))
         writer.write_header_to_file()

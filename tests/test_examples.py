@@ -9,6 +9,7 @@ from pathlib import Path
 
 import children
 import llama_child
+import llama_models
 import pytest
 
 EXAMPLES = children.ROOT / "examples"
@@ -61,6 +62,40 @@ def test_the_chat_reads_no_prompt_twice_and_says_so() -> None:
     prompts = [turn, *(f"{turn}{answers[0]}\nUser: {question}\nAnswer:" for question in (q[1], q[1], q[3])), turn]
     fresh = json.loads(children.run_code(f"    PROMPTS = {json.dumps(prompts)!r}\n" + STOCK, env=llama_child.QUIET))
     assert answers == fresh
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<assistant>"
+
+CHATS = """
+    import json
+    from llama_cpp import Llama
+    llm = Llama(MODEL, n_ctx=1024, n_threads=1, verbose=False)
+    messages, answers = [], []
+    for n_kept, question in json.loads(ASKED):
+        messages = [*messages[:n_kept], {"role": "user", "content": question}]
+        llm.reset()
+        found = llm.create_chat_completion(messages, max_tokens=24, temperature=0)
+        answers.append(found["choices"][0]["message"]["content"])
+        messages.append({"role": "assistant", "content": answers[-1]})
+    print(json.dumps(answers))
+"""
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_the_chat_uses_a_models_own_template(name: str, tmp_path: Path) -> None:
+    model = llama_models.models()[name].write(tmp_path / "chat.gguf", chat_template=TEMPLATE)
+    q = ["x" * 60 + " tell me of the sea", "and of the land, and of all that is upon it", "and of the stars of heaven"]
+    stdin = f"{q[0]}\n{q[1]}\n/edit {q[2]}\n/again\n"
+    out = run_example("chat_reuse.py", str(model), "-t", "1", "-n", "24", "-c", "1024", stdin=stdin)
+    answers = re.findall(r"> (.*?)\n\[\d+ asked", out, re.S)
+    first, second, edited, again = (tuple(map(int, found)) for found in FIGURES.findall(out))
+    assert first[1:] == (0, 0, first[0]) and second[1] >= first[0] - len("<assistant>")
+    assert edited[2] + edited[3] < len(q[2]) + 64 and again[1] + again[2] == again[0] - 1
+
+    asked = [(0, q[0]), (2, q[1]), (2, q[2]), (2, q[2])]  # messages kept, and the next
+    code = f"    MODEL, ASKED = {str(model)!r}, {json.dumps(asked)!r}\n" + CHATS
+    fresh = json.loads(children.run_code(code, env=llama_child.QUIET))
+    assert answers == [re.sub("\r\n?", "\n", each) for each in fresh]  # as reading text from a pipe does
 
 
 def test_the_chat_wants_a_question_first() -> None:
