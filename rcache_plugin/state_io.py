@@ -98,7 +98,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateImage:
-    """A whole state in memory: what `read_state` found, every field of it checked."""
+    """A whole state in memory: what `read_rows` found, every field of it checked."""
 
     cells: tuple[CellImage, ...]
     rows: dict[tuple[Which, int], Bytes]
@@ -167,17 +167,8 @@ def write_state(writer: Writer, table: CellTable, spec: CacheSpec, seq_id: int =
             writer.write_rows(column.which, column.il, first, n_rows)
 
 
-def read_state(reader: Reader, table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> StateImage:
-    """Reads and checks a whole state for `table`; changes nothing.
-
-    Memory is bounded by what the table's cells hold. Raises `StateError` naming the field, what was expected and what
-    was found, and `SeqIdError`.
-    """
-    return read_rows(reader, spec, read_cells(reader, table, seq_id))
-
-
 def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> StateImage:
-    """The second part of a state with its rows, in memory. Raises as `read_state`."""
+    """The second part of a state with its rows, in memory; changes nothing. Raises as `read_cells`."""
     rows: dict[tuple[Which, int], Bytes] = {}
 
     def take(column: Column) -> None:
@@ -192,7 +183,10 @@ def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> 
 
 
 def read_cells(reader: Reader, table: CellTable, seq_id: int = SEQ_ANY) -> tuple[CellImage, ...]:
-    """The first part of a state: its cells, checked for `table`. Raises as `read_state`."""
+    """The first part of a state: its cells, checked for `table`. Memory is bounded by what the table's cells hold.
+
+    Raises `StateError` naming the field, what was expected and what was found, and `SeqIdError`.
+    """
     if seq_id != SEQ_ANY:
         table.check_seq_id(seq_id)
     n_cells = _number(reader, "<I", "cell count")
@@ -206,7 +200,7 @@ def read_cells(reader: Reader, table: CellTable, seq_id: int = SEQ_ANY) -> tuple
 def read_columns(reader: Reader, spec: CacheSpec, take: Callable[[Column], None]) -> None:
     """The second part of a state: checks what stands before the rows of each tensor, and has `take` read the rows.
 
-    Raises as `read_state`, and what `take` raises.
+    Raises as `read_cells`, and what `take` raises.
     """
     _expect("s_trans", _number(reader, "<I", "s_trans"), 0)
     _expect("layer count", _number(reader, "<I", "layer count"), spec.n_layer)
