@@ -590,6 +590,46 @@ def looking_for_borders_reads_nothing(talk: Talk) -> None:
     assert said["usage"]["prompt_tokens"] == 3
 
 
+def _look(talk: Talk, llm: Any, ids: Sequence[int]) -> None:
+    """Reads rows of numbers, as of an image, which the Llama counts as tokens `ids`."""
+    n_embd = llm.n_embd()
+    batch = talk.lib.llama_batch_init(len(ids), n_embd, 1)
+    batch.n_tokens = len(ids)
+    for i in range(len(ids)):
+        for j in range(n_embd):
+            batch.embd[i * n_embd + j] = ((i + 2) * (j + 3) % 11 - 5) / 4
+        batch.pos[i], batch.n_seq_id[i], batch.logits[i] = llm.n_tokens + i, 1, i == len(ids) - 1
+        batch.seq_id[i][0] = 0
+    assert talk.lib.llama_decode(llm.ctx, batch) == 0
+    talk.lib.llama_batch_free(batch)
+    llm.input_ids[llm.n_tokens : llm.n_tokens + len(ids)] = ids
+    llm.n_tokens += len(ids)
+
+
+@scenario("ours bundled", "ours granite-hybrid")
+def what_was_no_text_is_not_read_as_text(talk: Talk) -> None:
+    """The ids that stand for an image may be those of an earlier prompt, of which there are checkpoints."""
+    llm = talk.new()
+    prompt, tail = talk.ids(LINES[0] * 2)[:50], talk.ids("", LINES[1])[1:]
+    talk.say(llm, [*prompt, *tail])
+    found = []
+    for each in (llm, talk.plain):
+        each.reset()
+        each.eval(prompt[:20])
+        _look(talk, each, prompt[20:])
+        each.eval(tail)
+        before = talk.cache.stats()
+        found.append(talk.answer(each, each._input_ids.tolist())[0])
+        if each is llm:
+            assert talk.cache.stats().tokens_read - before.tokens_read == 11  # the answer
+    assert found[0] == found[1] != talk.fresh([*prompt, *tail])
+    llm._ctx.kv_cache_seq_rm(0, 0, -1)
+    with contextlib.suppress(RuntimeError):
+        llm.n_tokens = 30
+        llm.eval(tail)
+    talk.say(llm, [*prompt, *tail])
+
+
 @scenario(*OURS)
 def counts_and_one_line_a_prompt(talk: Talk) -> None:
     err = io.StringIO()
