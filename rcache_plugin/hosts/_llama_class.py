@@ -39,7 +39,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         for name in _OPTIONS:
             kwargs.pop(name, None)
         self._given = given
-        self._borders: tuple[list[int], list[int]] = [], []  # of the messages in the coming prompt, and that prompt
+        self._borders: tuple[list[int], list[int]] = [], []  # of messages in a prompt to come, and that prompt
         with context_options(**given) as made:
             super().__init__(*args, **kwargs)
         self.rcache = made[-1] if made else None
