@@ -240,6 +240,18 @@ def test_a_checkpoint_at_the_very_place_needs_no_replay() -> None:
     assert host.state(0) == state_of(text(32))
 
 
+def test_going_back_to_the_very_place_takes_no_cell_from_another() -> None:
+    """Nothing has to be read again, so nothing can fail, and the state that is left need not be held meanwhile."""
+    host = ToyHost(1, n_ubatch=8, checkpoint_cells=3, policy=DefaultPolicy(1000, 1000))
+    made = []
+    for seed in range(3):
+        host.read({0: text(8, seed)})
+        made.append(host.cache.checkpoint(0))
+    host.read({0: [1, 2]})
+    assert host.rm(0, 24) and host.state(0) == state_of([*text(8), *text(8, 1), *text(8, 2)])
+    assert all(each is not None and each.valid for each in made) and host.cache.stats().checkpoints_evicted == 0
+
+
 def test_the_place_where_two_texts_part_is_kept() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=6)
     host.read({0: text(60)})

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from children import ROOT
+from children import ROOT, run_code
+from llama_child import QUIET
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -31,6 +32,27 @@ def test_readme_example_runs(child) -> None:
     assert len(code.splitlines()) <= 16
     texts = child(code).strip("\n")
     assert texts.count("In the beginning") == 2
+
+
+CHECKPOINTS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "checkpoints.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("code", CHECKPOINTS, ids=["llama", "host"])
+def test_the_examples_of_checkpoints_run(code: str) -> None:
+    """Their asserts say what they are about."""
+    assert code.count("assert ") >= 2
+    run_code(code, env=QUIET)
+
+
+def test_the_page_on_checkpoints_names_what_there_is() -> None:
+    from rcache_plugin import RecurrentCache
+    from rcache_plugin.hosts.llama import Options
+
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    for call in re.findall(r"^\| `(\w+)\(", page, re.M):
+        assert hasattr(RecurrentCache, call), call
+    options = dict(re.findall(r"^\| `(\w+)=(\w+)` \|", page, re.M))
+    assert len(options) == 4 and {name: str(getattr(Options(), name)) for name in options} == options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
