@@ -80,7 +80,7 @@ asan: $(STAMPS)/package $(STAMPS)/ggml
 	@sh tests/native/run_asan.sh "$(abspath $(PY))"
 
 bench: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
-	$(SAY) 'running the benchmarks: about 20 minutes; leave the machine alone meanwhile'
+	$(SAY) 'running the benchmarks: about half an hour; leave the machine alone meanwhile'
 	@mkdir -p build/bench
 	@$(PY) benchmarks/bench_cells.py --json build/bench/cells.json
 	@$(PY) benchmarks/bench_llama.py --json build/bench/llama.json

@@ -1,7 +1,8 @@
-"""llama-cpp-python on rcache against stock, both in this run: bench_llama.py [--json FILE] [--rounds N] [--only a,d].
+"""llama-cpp-python on rcache against stock, all in this run: bench_llama.py [--json FILE] [--rounds N] [--only a,d].
 
-Two processes, one of each kind, take turns round by round; per case the medians of all times, the ratio of stock's to
-ours (above 1: ours is faster), and the spread of the ratio over the rounds. Models have real shapes and random weights.
+Three processes take turns round by round: stock, ours with the same splits and places (*as stock*), and ours as it is
+by default. Per case the medians of all times, the median over the rounds of stock's time divided by ours (above 1: ours
+is faster), and the spread of that. Models have real shapes and random weights. The table printed is Markdown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ import children  # noqa: E402
 
 
 class Side:
-    def __init__(self, mode: str, options: dict[str, Any], oracle: Path) -> None:
-        self.name = mode + "".join(f" {value}" for value in options.values())
+    def __init__(self, name: str, mode: str, options: dict[str, Any], oracle: Path) -> None:
+        self.name = name
         command = [sys.executable, str(HERE / "llama_bench_child.py"), mode, json.dumps(options), str(oracle)]
         self.child = children.Answering(command)
 
@@ -67,22 +69,23 @@ def cases(tiny: str, real: str) -> list[tuple[str, float | None, list[Any]]]:
     ]
 
 
-def measure(stock: Side, ours: Side, case: list[Any], rounds: int) -> dict[str, Any]:
+def measure(sides: Sequence[Side], case: list[Any], rounds: int) -> dict[str, Any]:
+    """Medians and ratios; the first of the sides is what the others are compared with."""
     seeded = case[0] in ("random_of_many", "trace")
-    times: dict[Side, list[float]] = {stock: [], ours: []}
-    ratios = []
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    ratios: dict[str, list[float]] = {side.name: [] for side in sides[1:]}
     for i in range(rounds + 1):
-        order = (stock, ours) if i % 2 else (ours, stock)
-        this = {side: side.run([*case, i] if seeded else case) for side in order}
+        order = sides if i % 2 else sides[::-1]
+        this = {side.name: side.run([*case, i] if seeded else case) for side in order}
         if i == 0:
-            continue  # warms up both
-        for side in order:
-            times[side] += this[side]
-        ratios.append(statistics.median(this[stock]) / statistics.median(this[ours]))
-    ratios.sort()
+            continue  # warms up all
+        for side in sides:
+            times[side.name] += this[side.name]
+        for name, found in ratios.items():
+            found.append(statistics.median(this[sides[0].name]) / statistics.median(this[name]))
     return {
-        "stock_ms": statistics.median(times[stock]) * 1e3, "ours_ms": statistics.median(times[ours]) * 1e3,
-        "ratio": statistics.median(ratios), "ratio_low": ratios[0], "ratio_high": ratios[-1],
+        "ms": {name: statistics.median(found) * 1e3 for name, found in times.items()},
+        "ratio": {name: [statistics.median(found), min(found), max(found)] for name, found in ratios.items()},
     }
 
 
@@ -91,26 +94,31 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="letters of cases, such as a,d")
-    parser.add_argument("--options", default="{}", help="arguments of install(), as JSON")
+    parser.add_argument("--options", default="{}", help="arguments of install() for the last column, as JSON")
     args = parser.parse_args()
     from llama_oracle import compile_oracle
 
+    options = json.loads(args.options)
+    as_stock = {"placement": "classic", "consecutive_seq_ids": True}
     with tempfile.TemporaryDirectory() as folder:
         oracle = compile_oracle(Path(folder))
-        stock, ours = Side("stock", {}, oracle), Side("rcache", json.loads(args.options), oracle)
+        sides = [Side("stock", "stock", {}, oracle), Side("as stock", "rcache", as_stock, oracle),
+                 Side("default", "rcache", options, oracle)]
         rows = []
-        print(f"{'stock against ' + ours.name:46} {'stock ms':>9} {'ours ms':>9} {'ratio':>6}  (spread)      aim")
+        print("| case | stock ms | as stock ms | ratio (spread) | default ms | ratio (spread) | aim |\n|" + "---|" * 7)
         for name, aim, case in cases(model("tiny"), model("mamba-130m")):
             if args.only and name[0] not in args.only.split(","):
                 continue
-            row = measure(stock, ours, case, args.rounds)
+            row = measure(sides, case, max(1, args.rounds // 2) if case[0] == "prefill" else args.rounds)
             rows.append({"case": name, "aim": aim, **row})
-            verdict = "" if aim is None else f"{aim:5.2f}  {'met' if row['ratio'] >= aim else 'MISSED'}"
-            print(f"{name:46} {row['stock_ms']:9.3f} {row['ours_ms']:9.3f} {row['ratio']:6.2f}  "
-                  f"({row['ratio_low']:.2f} .. {row['ratio_high']:.2f})  {verdict}", flush=True)
+            cells = [f"{row['ms']['stock']:.3f}"]
+            for side, (ratio, low, high) in row["ratio"].items():
+                cells += [f"{row['ms'][side]:.3f}", f"{ratio:.2f} ({low:.2f} .. {high:.2f})"]
+            verdict = "met" if row["ratio"]["default"][0] >= (aim or 0) else "MISSED"
+            print(f"| {name} | {' | '.join(cells)} | {'' if aim is None else f'{aim}, {verdict}'} |", flush=True)
     if args.json:
         about = {"date": datetime.date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-                 "options": json.loads(args.options)}
+                 "options": options}
         Path(args.json).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
