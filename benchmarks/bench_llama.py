@@ -99,7 +99,7 @@ def main() -> None:
     from llama_oracle import compile_oracle
 
     options = json.loads(args.options)
-    as_stock = {"placement": "classic", "consecutive_seq_ids": True}
+    as_stock = {"placement": "classic", "consecutive_seq_ids": True, "checkpoint_cells": 0}
     with tempfile.TemporaryDirectory() as folder:
         oracle = compile_oracle(Path(folder))
         sides = [Side("stock", "stock", {}, oracle), Side("as stock", "rcache", as_stock, oracle),
