@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -36,9 +36,11 @@ from .state_io import (
     FLAG_ON_DEVICE,
     Column,
     MemoryReader,
+    StateImage,
     most_bytes,
     read_cells,
     read_columns,
+    read_image,
     read_rows,
     reader_from,
     state_bytes,
@@ -468,7 +470,9 @@ class RecurrentCache:
         with self._lock:
             table = self._open()
             table.check_seq_id(seq_id)
-            return self._with_checkpoints().make(table, seq_id, held=held)
+            made = self._with_checkpoints().make(table, seq_id, held=held)
+            self._changed()  # the next step needs a cell more
+            return made
 
     def _with_checkpoints(self) -> CheckpointStore:
         self._open()
@@ -672,40 +676,80 @@ class RecurrentCache:
             self._publish(None)
 
     def save(
-        self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY, tokens: Tokens | Sequence[int] | None = None
+        self,
+        path: str | os.PathLike[str],
+        seq_id: int = SEQ_ANY,
+        tokens: Tokens | Sequence[int] | None = None,
+        *,
+        checkpoints: bool = True,
     ) -> None:
         """Saves the state of one sequence, or of the whole cache, in a file of our own (see `state_file`).
 
-        `tokens` are kept with it: those of the sequence, or by sequence, ``{seq_id: [token, ...]}``. The file replaces
-        an older one when it is complete and on the disk; a save that fails or is killed leaves the old one. Raises
-        `SeqIdError`, `InvalidArgument` for tokens that cannot be, `Unsupported` without buffers, `OSError`.
+        `tokens` are kept with it: those of the sequence, or by sequence, ``{seq_id: [token, ...]}``; by default those
+        that the cache knows. With `checkpoints` the states that these sequences may go back to are saved too (not with
+        `own_lineage`). The file replaces an older one when it is complete and on the disk; a save that fails or is
+        killed leaves the old one. Raises `SeqIdError`, `InvalidArgument` for tokens that cannot be, `Unsupported`
+        without buffers, `OSError`.
         """
         with self._lock:
-            table, buffers = self._open(), self._with_buffers()
+            table, buffers, kept = self._open(), self._with_buffers(), self._back.kept
             size = self.state_size(seq_id)
             saved = [seq for seq, pos in enumerate(table.positions()) if pos >= 0 and seq_id in (SEQ_ANY, seq)]
-            header = Header(spec_fields(self.spec), seq_id, size, checked_tokens(tokens, seq_id, saved))
+            if tokens is None and kept is not None:
+                tokens = {seq: kept.histories[seq].tokens for seq in saved if kept.histories[seq].whole}
+            pinned = kept.to_save(table, saved) if kept is not None and checkpoints else []
+            states = table.of_pins([each.pin for each in pinned])
+            header = Header(
+                spec_fields(self.spec), seq_id, size, checked_tokens(tokens, seq_id, saved),
+                checkpoints=tuple(tuple(each.tokens or ()) for each in pinned),
+                checkpoint_bytes=state_bytes(states, self.spec, 0) if pinned else 0,
+            )
             with Saving(path, header) as file:
-                write_state(writer_to(file, buffers, size), table, self.spec, seq_id)
+                writer = writer_to(file, buffers, size + header.following_bytes)
+                write_state(writer, table, self.spec, seq_id)
+                for i in range(len(pinned)):
+                    write_state(writer, states, self.spec, i)
 
     def load(self, path: str | os.PathLike[str], seq_id: int = SEQ_ANY) -> dict[int, list[int]]:
         """Restores what `save` wrote; returns the tokens that were saved with it, by sequence.
 
         A file of one sequence goes to `seq_id`, any one; a file of a whole cache is loaded without it, and may be of a
-        larger or smaller cache if the states in it fit. Raises `StateError`, with nothing changed, for a file that is
-        not whole, not intact, of another model (naming the fields), or does not fit; and `InvalidArgument`, `OSError`.
+        larger or smaller cache if the states in it fit. Checkpoints in it are taken as long as there are free cells for
+        such. Raises `StateError`, with nothing changed, for a file that is not whole, not intact, of another model
+        (naming the fields), or does not fit; and `InvalidArgument`, `OSError`.
         """
         with self._lock, open(path, "rb", buffering=0) as file:
-            table = self._open()
+            table, kept = self._open(), self._back.kept
             header = read_header(file)
             check_spec(header, self.spec)
             if (header.seq_id == SEQ_ANY) != (seq_id == SEQ_ANY):
                 holds = "a whole cache" if header.seq_id == SEQ_ANY else f"sequence {header.seq_id} alone"
                 how = "without a seq_id" if header.seq_id == SEQ_ANY else "with the seq_id that is to have it"
                 raise InvalidArgument(f"the file holds {holds}: load it {how}")
-            self.state_read(read_payload(file, header, most_bytes(table, self.spec, seq_id)), seq_id)
+            one = CellTable(1, 1)
+            payload, states = read_payload(
+                file, header, most_bytes(table, self.spec, seq_id),
+                0 if kept is None or kept.own_lineage else kept.n_cells, most_bytes(one, self.spec, 0),
+            )
+            images = [read_image(state, one, self.spec, 0) for state in states]
+            self.state_read(payload, seq_id)
             whole = header.seq_id == SEQ_ANY
-            return {saved if whole else seq_id: list(ids) for saved, ids in header.tokens.items()}
+            tokens = {saved if whole else seq_id: list(ids) for saved, ids in header.tokens.items()}
+            self._adopt(tokens, header, images)
+            return tokens
+
+    def _adopt(self, tokens: Mapping[int, Sequence[int]], header: Header, images: Sequence[StateImage]) -> None:
+        """What a file tells beside the states: what they have read, and the checkpoints."""
+        kept, buffers = self._back.kept, self._with_buffers()
+        if kept is None:
+            return
+        for seq_id, ids in tokens.items():
+            if len(ids) == self.table.seq_pos_max(seq_id) + 1:
+                kept.histories[seq_id].set(token_array(ids))
+        for ids, image in zip(header.checkpoints, images, strict=False):
+            if len(image.cells) == 1 and image.cells[0].pos == len(ids) - 1:
+                if not kept.adopt(self.table, token_array(ids), lambda cell_id: set_rows(image, buffers, [cell_id])):  # noqa: B023 - called here
+                    return
 
     def _with_buffers(self) -> StateBuffers:
         if self.buffers is None:

@@ -310,14 +310,44 @@ class CellTable:
         cell_id = self.tail(seq_id)
         if cell_id == CELL_NONE:
             raise InvalidArgument(f"sequence {seq_id} is empty, there is no state to pin")
-        if self._free_pins:
-            pin = self._free_pins.pop()
-        else:
-            pin = len(self._tail) - self.n_seq_max
-            self._tail.append(CELL_NONE)
+        pin = self._new_pin()
         self._join(self.n_seq_max + pin, cell_id)
         self._touch()
         return pin
+
+    def pin_empty(self, cell_id: int, pos: int) -> int:
+        """A new pin on an empty cell, for a state at position `pos` whose rows the caller has put there.
+
+        Raises `InvalidArgument` for a cell that is not empty or a position that is none.
+        """
+        self.cell(cell_id)
+        if self._owners[cell_id] or not 0 <= pos <= POS_MAX:
+            raise InvalidArgument(f"a state at position {pos} can't be put into cell {cell_id}: {self.cell(cell_id)}")
+        self._pos[cell_id], self._src[cell_id] = pos, cell_id
+        pin = self._new_pin()
+        self._join(self.n_seq_max + pin, cell_id)
+        self._touch()
+        return pin
+
+    def of_pins(self, pins: Sequence[int]) -> CellTable:
+        """A table of the same cells in which the state of the i-th of these pins is sequence i's; there is no other.
+
+        Raises `InvalidArgument` as `pin_cell`; two of the pins must not share a cell.
+        """
+        other = CellTable(self.size, max(len(pins), 1), self.n_rs_seq)
+        for seq_id, pin in enumerate(pins):
+            cell_id = self.pin_cell(pin)
+            other._pos[cell_id], other._src[cell_id] = self._pos[cell_id], cell_id
+            other._join(seq_id, cell_id)
+            other._set_snapshots(cell_id, self.snapshots(cell_id))
+        other.check()
+        return other
+
+    def _new_pin(self) -> int:
+        if self._free_pins:
+            return self._free_pins.pop()
+        self._tail.append(CELL_NONE)
+        return len(self._tail) - 1 - self.n_seq_max
 
     def unpin(self, pin: int) -> None:
         """Gives a pin back; a cell without other owners is empty then. Raises `InvalidArgument` as `pin_cell`."""

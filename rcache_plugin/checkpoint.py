@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -258,6 +258,33 @@ class CheckpointStore:
         self._touch(made)
         self.stats.checkpoints_made += 1
         return made
+
+    def to_save(self, table: CellTable, seq_ids: Iterable[int]) -> list[Checkpoint]:
+        """The checkpoints whose states go with those of `seq_ids`, the most useful first; each in a cell of its own.
+
+        None with `own_lineage`: a state alone is of no use there.
+        """
+        found = {} if self.own_lineage else {each.pin: each for seq_id in seq_ids for each in self.of(seq_id)}
+        by_cell = {table.pin_cell(each.pin): each for each in found.values()}
+        return sorted(by_cell.values(), key=self._usefulness, reverse=True)
+
+    def adopt(self, table: CellTable, tokens: array[int], put: Callable[[int], None]) -> bool:
+        """Makes a checkpoint of `tokens` whose rows `put` puts into the cell that it is given; false: there is no room.
+
+        What is known already is left as it is. Others do not give way.
+        """
+        if self.own_lineage or not tokens or self._tree.get(tokens) is not None:
+            return True
+        cell_id = table.next_empty(0)
+        if cell_id == CELL_NONE or len({table.pin_cell(pin) for pin in self._all}) >= self.n_cells:
+            return False
+        put(cell_id)
+        made = Checkpoint(table.pin_empty(cell_id, len(tokens) - 1), len(tokens), tokens, False)
+        self._all[made.pin] = made
+        self._tree.insert(tokens, made)
+        self._touch(made)
+        self.stats.checkpoints_made += 1
+        return True
 
     def _known(self, seq_id: int, tokens: array[int]) -> Checkpoint | None:
         if not self.own_lineage:

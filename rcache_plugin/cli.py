@@ -273,6 +273,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         layers = "" if part.n_layer is None else f", {part.n_layer} layers"
         streams = f", {part.n_streams} streams" if part.n_streams > 1 else ""
         yield part.kind, f"{len(part.cells)} cells{layers}{streams}, {part.n_bytes} bytes"
+    if report.checkpoints:
+        yield "checkpoints", f"{len(report.checkpoints)}, of {' '.join(map(str, report.checkpoints))} tokens"
     if report.fingerprint is not None:
         yield "fingerprint", report.fingerprint
     for seq, ids in report.tokens.items():

@@ -6,6 +6,7 @@ Needs neither ggml nor cffi. A file is::
     u32       length of the header
     header    JSON in UTF-8 without spaces, keys in order: see `Header`; keys that a reader does not know are ignored
     payload   what `state_io.write_state` writes
+    states    of checkpoints, one after the other, each as `state_io.write_state` writes that of one sequence
     32 bytes  sha256 of everything before
 
 Numbers are little endian. Equal states of equal models give equal files. A file appears under its name when it is
@@ -64,6 +65,15 @@ class Header:
     """Token ids that the state of a sequence was computed from, as the caller gave them."""
     fingerprint: str = ""
     """sha256 of `spec`, in hexadecimal."""
+    checkpoints: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each checkpoint whose state follows the payload, the most useful first."""
+    checkpoint_bytes: int = 0
+    """Bytes of each of these states."""
+
+    @property
+    def following_bytes(self) -> int:
+        """Bytes between the payload and the checksum."""
+        return len(self.checkpoints) * self.checkpoint_bytes
 
     def to_bytes(self) -> bytes:
         """Prefix and header as they stand in the file."""
@@ -74,6 +84,9 @@ class Header:
             "spec": self.spec,
             "tokens": {str(seq_id): list(ids) for seq_id, ids in sorted(self.tokens.items())},
         }
+        if self.checkpoints:
+            fields["checkpoints"] = [list(ids) for ids in self.checkpoints]
+            fields["checkpoint_bytes"] = self.checkpoint_bytes
         text = _canonical(fields)
         if len(text) > _MOST_HEADER_BYTES:
             raise InvalidArgument(f"the header would have {len(text)} bytes, at most {_MOST_HEADER_BYTES} are allowed")
@@ -258,8 +271,9 @@ def read_header(file: BinaryIO) -> Header:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise StateError(f"header: it can't be read: {type(error).__name__}: {error}") from error
     left -= n_bytes
-    if header.payload_bytes != left:
-        raise StateError(f"length: the header tells of a payload of {header.payload_bytes} bytes, the file has {left}")
+    told = header.payload_bytes + header.following_bytes
+    if told != left:
+        raise StateError(f"length: the header tells of a payload of {told} bytes, the file has {left}")
     return header
 
 
@@ -271,6 +285,8 @@ def _parsed(fields: Any) -> Header:
         payload_bytes=_integer(fields, "payload_bytes", 0, 1 << 62),
         tokens={_key(key): tuple(map(_token, ids)) for key, ids in fields.get("tokens", {}).items()},
         fingerprint=fingerprint(spec),
+        checkpoints=tuple(tuple(map(_token, ids)) for ids in fields.get("checkpoints", ())),
+        checkpoint_bytes=_integer(fields, "checkpoint_bytes", 1, 1 << 62) if fields.get("checkpoints") else 0,
     )
     if fields["fingerprint"] != header.fingerprint:
         raise ValueError(f"fingerprint is {fields['fingerprint']}, but that of the spec is {header.fingerprint}")
@@ -298,24 +314,34 @@ def _token(value: Any) -> int:
     return value
 
 
-def read_payload(file: BinaryIO, header: Header, most_bytes: int) -> bytearray:
-    """The payload of `file`, which `read_header` has read, its checksum compared.
+def read_payload(
+    file: BinaryIO, header: Header, most_bytes: int, most_checkpoints: int = 0, most_checkpoint_bytes: int = 0
+) -> tuple[bytearray, list[memoryview]]:
+    """The payload of `file`, which `read_header` has read, and the states of its first checkpoints; checksum compared.
 
-    `most_bytes`: of the largest payload that can be of use; no more is allocated. Raises `StateError`.
+    `most_bytes`: of the largest payload that can be of use; no more is allocated. Nor for more than `most_checkpoints`,
+    or for states that are larger than `most_checkpoint_bytes`: these are passed over. Raises `StateError`.
     """
     if header.payload_bytes > most_bytes:
         raise StateError(f"payload: {header.payload_bytes} bytes are more than the {most_bytes} that fit")
+    n_checkpoints = min(len(header.checkpoints), most_checkpoints)
+    if header.checkpoint_bytes > most_checkpoint_bytes:
+        n_checkpoints = 0
+    wanted = n_checkpoints * header.checkpoint_bytes
     file.seek(0)
     digest = hashlib.sha256()
-    _hash_part(file, digest, _size_of(file) - _DIGEST_BYTES - header.payload_bytes)
-    payload = bytearray(header.payload_bytes)
-    view, at = memoryview(payload), 0
-    while at < len(view):
-        n_bytes = _read_into(file, view[at : at + _CHUNK_BYTES])
-        digest.update(view[at : at + n_bytes])
-        at += n_bytes
+    _hash_part(file, digest, _size_of(file) - _DIGEST_BYTES - header.payload_bytes - header.following_bytes)
+    payload, states = bytearray(header.payload_bytes), bytearray(wanted)
+    for view in (memoryview(payload), memoryview(states)):
+        at = 0
+        while at < len(view):
+            n_bytes = _read_into(file, view[at : at + _CHUNK_BYTES])
+            digest.update(view[at : at + n_bytes])
+            at += n_bytes
+    _hash_part(file, digest, header.following_bytes - wanted)
     _compare(file, digest)
-    return payload
+    size = header.checkpoint_bytes
+    return payload, [memoryview(states)[i * size : (i + 1) * size] for i in range(n_checkpoints)]
 
 
 def check_sum(file: BinaryIO) -> None:

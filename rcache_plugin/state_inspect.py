@@ -99,6 +99,8 @@ class Report:
     fingerprint: str | None = None
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """By sequence; ``prompt`` where the format does not tell the sequence."""
+    checkpoints: list[int] = field(default_factory=list)
+    """Tokens that each checkpoint beside the states has read."""
     parts: list[Part] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What is wrong or could not be told."""
@@ -175,6 +177,7 @@ def _ours(report: Report, file: BinaryIO) -> None:
         report.fingerprint, report.single = header.fingerprint, header.seq_id != SEQ_ANY
         report.seq_id = header.seq_id if report.single else None
         report.tokens = {str(seq_id): list(ids) for seq_id, ids in header.tokens.items()}
+        report.checkpoints = [len(ids) for ids in header.checkpoints]
         start = file.tell()
         part = _of_spec(file, start, start + header.payload_bytes, report.single, spec_of(header))
         check_sum(file)

@@ -182,6 +182,14 @@ def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> 
     return StateImage(cells, rows)
 
 
+def read_image(data: Bytes, table: CellTable, spec: CacheSpec, seq_id: int = SEQ_ANY) -> StateImage:
+    """A whole state of which `data` holds the bytes and nothing else; changes nothing. Raises as `read_cells`."""
+    reader = MemoryReader(data)
+    image = read_rows(reader, spec, read_cells(reader, table, seq_id))
+    reader.check_end()
+    return image
+
+
 def read_cells(reader: Reader, table: CellTable, seq_id: int = SEQ_ANY) -> tuple[CellImage, ...]:
     """The first part of a state: its cells, checked for `table`. Memory is bounded by what the table's cells hold.
 

@@ -17,7 +17,19 @@ from pathlib import Path
 import children
 import numpy as np
 import pytest
-from state_tools import CIO, SPEC, SPEC_P, c_status, contents, fill, little_memory, used_cache, written
+from state_tools import (
+    CIO,
+    SPEC,
+    SPEC_P,
+    c_status,
+    contents,
+    fill,
+    ggml,
+    little_memory,
+    tensors,
+    used_cache,
+    written,
+)
 
 from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, UBatch
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StateError, Status, Unsupported
@@ -630,3 +642,100 @@ def test_rows_on_a_device_are_asked_for_when_all_else_is_right() -> None:
         assert cache.used == 0
         with pytest.raises(Unsupported, match="reader of rows"):
             cache.state_read(io.BytesIO(headers), flags=FLAG_ON_DEVICE)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def talked(n_cells: int = 2, checkpoint_cells: int = 4, **options: object) -> RecurrentCache:
+    """Sequence 0 has read the tokens 0 .. 11 in three parts, each end is kept; sequence 1 the tokens 50, 51."""
+    cache = RecurrentCache(SPEC, n_cells, checkpoint_cells=checkpoint_cells, ggml=ggml(), **options)  # type: ignore[arg-type]
+    fill(cache)
+    for first in (0, 4, 8):
+        cache.find_slot(UBatch.single(0, first, 4, range(first, first + 4)))
+        cache.mark(0)
+    cache.find_slot(UBatch.single(1, 0, 2, [50, 51]))
+    return fill(cache, 1)
+
+
+def rows_of(cache: RecurrentCache, n_tokens: int) -> bytes:
+    """The state of the checkpoint of that many tokens."""
+    (one,) = [each for each in cache.checkpoints() if each.n_tokens == n_tokens]
+    file = io.BytesIO()
+    assert cache.buffers is not None
+    for which, il in tensors(cache):
+        file.write(cache.buffers.get_rows(which, il, cache.table.pin_cell(one.pin), 1))
+    return file.getvalue()
+
+
+def test_checkpoints_and_tokens_travel_with_a_file(tmp_path: Path) -> None:
+    with talked() as cache, RecurrentCache(SPEC, 3, checkpoint_cells=8, ggml=ggml()) as other:
+        cache.save(tmp_path / "all")
+        cache.save(tmp_path / "one", 1)
+        assert other.load(tmp_path / "all") == {0: list(range(12)), 1: [50, 51]}
+        other.table.check()
+        assert [each.n_tokens for each in other.checkpoints(0)] == [4, 8, 12]
+        assert other.tokens(0).tolist() == list(range(12)) and other.checkpoints(1) == []
+        for n_tokens in (4, 8, 12):
+            assert rows_of(other, n_tokens) == rows_of(cache, n_tokens)
+        assert written(other) == written(cache)
+        assert other.seq_rm(0, 8, -1) and other.seq_pos_max(0) == 7 and other.tokens(0).tolist() == list(range(8))
+        other.load(tmp_path / "one", 2)
+        assert other.tokens(2).tolist() == [50, 51] and len(other.checkpoints()) == 3
+        other.save(tmp_path / "without", checkpoints=False)
+        assert len((tmp_path / "without").read_bytes()) < len((tmp_path / "all").read_bytes())
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_as_many_checkpoints_are_taken_as_fit(tmp_path: Path, room: int) -> None:
+    with talked() as cache, RecurrentCache(SPEC, 2, checkpoint_cells=room, ggml=ggml()) as other:
+        cache.save(tmp_path / "all")
+        other.load(tmp_path / "all")
+        other.table.check()
+        if room:
+            assert len(other.checkpoints()) == room and other.stats().checkpoints_evicted == 0
+            assert 4 in [each.n_tokens for each in other.checkpoints()], "the first on the way is the most useful"
+        assert written(other) == written(cache)
+
+
+def test_a_lineage_takes_no_checkpoints_along(tmp_path: Path) -> None:
+    with talked(own_lineage=True) as cache, talked() as other:
+        cache.save(tmp_path / "all")
+        assert b'"checkpoints"' not in (tmp_path / "all").read_bytes()[:4096]
+        other.save(tmp_path / "other")
+        cache.load(tmp_path / "other")
+        assert cache.checkpoints() == [] and cache.tokens(0).tolist() == list(range(12))
+
+
+def test_damaged_checkpoints_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    with talked() as cache:
+        cache.save(tmp_path / "all")
+        data = (tmp_path / "all").read_bytes()
+        before = contents(cache)
+        size = cache.state_size(0)
+        bad = data[: -32 - size] + b"\xff" * 4 + data[-32 - size + 4 :]
+        cases = [
+            ("sha256", bad),
+            ("cell count", reseal(bad)),
+            ("length", with_header(data, lambda h: h["checkpoints"].append([1, 2]))),
+            ("length", with_header(data, lambda h: h.pop("checkpoints"))),
+            ("checkpoint_bytes", with_header(data, lambda h: h.update(checkpoint_bytes=0))),
+            ("a token is", with_header(data, lambda h: h["checkpoints"].__setitem__(0, [-1]))),
+            ("header", with_header(data, lambda h: h.update(checkpoints=7))),
+            ("length", data[:-40]),
+        ]
+        for what, damaged in cases:
+            (tmp_path / "bad").write_bytes(damaged)
+            with pytest.raises(StateError, match=what):
+                cache.load(tmp_path / "bad")
+            assert contents(cache) == before and len(cache.checkpoints()) == 3
+
+
+def test_inspect_shows_checkpoints(tmp_path: Path) -> None:
+    from rcache_plugin.state_inspect import inspect
+
+    with talked() as cache:
+        cache.save(tmp_path / "all")
+    report = inspect(tmp_path / "all")
+    assert report.intact and sorted(report.checkpoints) == [4, 8, 12] and report.problems == []
+    assert sorted(report.as_dict()["checkpoints"]) == [4, 8, 12]
