@@ -139,6 +139,9 @@ def test_larger_and_smaller_caches(tmp_path: Path) -> None:
             before = contents(other)
             with pytest.raises(StateError, match=r"more than the \d+ that fit"):
                 other.load(tmp_path / "all")
+            for seq_id in (-1, 0):  # more cells than there are, and than a sequence has
+                with pytest.raises(StateError, match="the state has 2 cells, there is room for 1"):
+                    other.state_read(written(cache), seq_id)
             assert contents(other) == before
         with fill(RecurrentCache(SPEC, 4, n_seq_max=3)) as other:
             before = contents(other)
