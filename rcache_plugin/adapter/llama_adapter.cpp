@@ -60,6 +60,7 @@ struct rcache_state {
     uint32_t              n_batches   = 0;     // batches under way
     uint32_t              tail        = 0;     // tokens at the end of a prompt that get a ubatch of their own
     uint32_t              tail_from   = 0;     // in prompts of at least so many tokens
+    std::set<llama_seq_id> broken;             // sequences that a failed step has emptied in our half only
     bool                  silent      = false; // seq_pos_min tells nothing, so that a hybrid memory tells the other half's
 
     ~rcache_state() {
@@ -169,7 +170,8 @@ bool in_order(const std::vector<llama_ubatch> & ubatches) {
 
 // A hybrid memory takes a sequence as empty when one half is: after a step that failed ours is, after a restore that
 // failed in the attention half that one. When such a sequence starts at position 0, what the other half still holds goes.
-void drop_left_over(const rcache_state & state, const std::vector<llama_ubatch> & ubatches) {
+// (After seq_keep llama.cpp's attention half holds what it should have forgotten; that is left as it is.)
+void drop_left_over(rcache_state & state, const std::vector<llama_ubatch> & ubatches) {
     std::set<llama_seq_id> seen;
     llama_memory_t memory = llama_get_memory(state.lctx);
     for (const auto & ubatch : ubatches) {
@@ -177,8 +179,13 @@ void drop_left_over(const rcache_state & state, const std::vector<llama_ubatch> 
             const uint32_t i = s * ubatch.n_seq_tokens;
             for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
                 const llama_seq_id seq_id = ubatch.seq_id[i][j];
-                if (seen.insert(seq_id).second && ubatch.pos[i] == 0 && llama_memory_seq_pos_max(memory, seq_id) < 0) {
+                if (!seen.insert(seq_id).second || ubatch.pos[i] != 0 || llama_memory_seq_pos_max(memory, seq_id) >= 0) {
+                    continue;
+                }
+                if (state.broken.erase(seq_id) > 0) {
                     llama_memory_seq_rm(memory, seq_id, -1, -1);
+                } else {
+                    state.table->seq_rm(state.table->user, seq_id, -1, -1);
                 }
             }
         }
@@ -311,7 +318,7 @@ bool is_prompt(const llama_batch_allocr & balloc, const rcache_state & state) {
 
 // The table's wish to have tokens read again. No outputs, in batches as large as the context takes.
 int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens) {
-    const auto & state = state_of(*static_cast<llama_memory_recurrent *>(data));
+    auto & state = state_of(*static_cast<llama_memory_recurrent *>(data));
     if (!state.lctx || state.n_batches > 0) {
         return RCACHE_STATUS_REFUSED; // inside a decode there can be no other
     }
@@ -333,7 +340,29 @@ int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens
         status = llama_decode(state.lctx, batch);
     }
     llama_batch_free(batch);
+    if (status != 0) {
+        state.broken.insert(seq_id);
+    }
     return status == 0 ? RCACHE_STATUS_OK : RCACHE_STATUS_BACKEND;
+}
+
+// Gives up the last slot, and notes which sequences are empty by that: bystanders in its window too.
+void discard(rcache_state & state, uint32_t n_seq_max) {
+    const auto * table = state.table;
+    std::vector<llama_pos> before(n_seq_max, -1), after(n_seq_max, -1);
+    const auto positions = [&](std::vector<llama_pos> & last) {
+        for (uint32_t s = 0; s < n_seq_max; ++s) {
+            table->seq_pos_max(table->user, (int32_t) s, &last[s]);
+        }
+    };
+    positions(before);
+    done(table, "discard_slot", table->discard_slot(table->user));
+    positions(after);
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (before[s] >= 0 && after[s] < 0) {
+            state.broken.insert((llama_seq_id) s);
+        }
+    }
 }
 
 // Whether the attention half of a hybrid still has all that a sequence has read. One with a sliding window forgets the
@@ -717,7 +746,7 @@ bool llama_memory_recurrent::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos
         // llama_decode takes back a ubatch that it could not compute: its rows may be half written. It does so sequence by
         // sequence, and no other decode is possible meanwhile; the first call is for all
         if (last >= std::max(p0, 0)) {
-            done(table, "discard_slot", table->discard_slot(table->user));
+            discard(state, n_seq_max);
         }
         return p0 > 0 || done(table, "seq_rm", table->seq_rm(table->user, seq_id, p0, p1));
     }
