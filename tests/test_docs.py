@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_the_page_on_checkpoints_names_what_there_is() -> None:
         assert hasattr(RecurrentCache, call), call
     options = dict(re.findall(r"^\| `(\w+)=(\w+)` \|", page, re.M))
     assert len(options) == 4 and {name: str(getattr(Options(), name)) for name in options} == options
+
+
+def test_the_figures_are_those_of_the_committed_benchmark() -> None:
+    """Else run scripts/readme_figures.py."""
+    spec = importlib.util.spec_from_file_location("readme_figures", ROOT / "scripts" / "readme_figures.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    figures = json.loads(script.FIGURES.read_text())
+    for name, block in (("README.md", script.readme(figures)), ("docs/benchmarks.md", script.page(figures))):
+        text = (ROOT / name).read_text()
+        assert script.filled(text, block) == text, name
+        assert figures["date"] in block and figures["machine"] in block
+    with pytest.raises(ValueError, match="once"):
+        script.filled("no markers", "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
