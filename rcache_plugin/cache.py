@@ -267,7 +267,7 @@ class RecurrentCache:
                 if plan.moves and self.table.epoch == plan.epoch:  # interrupted: who is in which row is not known
                     self._drop_cells([cell_id for move in plan.moves for cell_id in move[:2]])
                 raise
-            self._back.after_step(ubatch, self._batch)
+            self._back.after_step(self.table, ubatch, self._batch, bool(plan.gaps))
             try:
                 self._publish(plan)
             except BaseException:  # a host that can't read the plan can't compute on the slot
@@ -585,7 +585,7 @@ class RecurrentCache:
             if len(tokens) != n_tokens:
                 raise InvalidArgument(f"{len(tokens)} tokens for a sequence of {n_tokens} positions")
             if self._back.kept is not None:
-                self._back.kept.histories[seq_id].set(token_array(tokens))
+                self._back.kept.set_tokens(seq_id, token_array(tokens))
 
     def stats(self) -> Stats:
         """Counts of tokens and checkpoints up to now. Raises `Unsupported` without cells for checkpoints."""
@@ -745,7 +745,7 @@ class RecurrentCache:
             return
         for seq_id, ids in tokens.items():
             if len(ids) == self.table.seq_pos_max(seq_id) + 1:
-                kept.histories[seq_id].set(token_array(ids))
+                kept.set_tokens(seq_id, token_array(ids))
         for ids, image in zip(header.checkpoints, images, strict=False):
             if len(image.cells) == 1 and image.cells[0].pos == len(ids) - 1:
                 if not kept.adopt(self.table, token_array(ids), lambda cell_id: set_rows(image, buffers, [cell_id])):  # noqa: B023 - called here

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from .cells import CellTable
 from .errors import InvalidArgument, StaleCheckpoint
-from .history import Histories, SeqHistory
+from .history import Histories
 from .tree import PrefixTree
 from .ubatch import CELL_NONE, UBatch
 
@@ -167,6 +167,21 @@ class Stats:
     """What the cells for checkpoints take, used or not."""
 
 
+@dataclass(slots=True)
+class _Steady:
+    """Steps of single tokens of the same sequences, one after the other: nothing is due for some time."""
+
+    seq_ids: tuple[tuple[int, ...], ...]
+    """The sets of these steps, the very object."""
+    appends: list[Callable[[int], None]]
+    """Takes a token into the record of each."""
+    left: int
+    """Steps before the policy has to be asked."""
+    epoch: int
+    """Of the table as the last of these steps has left it: anything else that happens to a sequence changes it."""
+    batch: int
+
+
 class CheckpointStore:
     """The checkpoints of one cache, in at most `n_cells` cells.
 
@@ -186,6 +201,8 @@ class CheckpointStore:
         self._tree: PrefixTree[Checkpoint] = PrefixTree()  # of those that any sequence may go to
         self._all: dict[int, Checkpoint] = {}  # by pin
         self._clock = 0
+        self._steady: _Steady | None = None
+        self._is_steady = False  # the step under way
 
     def __len__(self) -> int:
         return len(self._all)
@@ -197,6 +214,13 @@ class CheckpointStore:
 
     def before_step(self, table: CellTable, ubatch: UBatch, batch: int) -> None:
         """Makes what is due before `ubatch`, a part of batch `batch`, is given its slot."""
+        steady = self._steady
+        self._is_steady = (
+            steady is not None and ubatch.seq_ids is steady.seq_ids and ubatch.n_seq_tokens == 1 and steady.left > 0
+            and steady.epoch == table.epoch and steady.batch != batch
+        )
+        if self._is_steady:
+            return
         n_next, quiet = ubatch.n_seq_tokens, self.policy.quiet_tokens
         seqs, tails = self.histories.seqs, table.raw()[3]
         for seq_id in ubatch.primary:
@@ -212,13 +236,33 @@ class CheckpointStore:
             if self.policy.due(step):
                 self.make(table, seq_id)
 
-    def after_step(self, ubatch: UBatch, batch: int, replayed: bool) -> None:
-        """`ubatch` has its slot: its tokens count as read."""
-        self.histories.read(ubatch, batch)
+    def after_step(self, table: CellTable, ubatch: UBatch, batch: int, *, gaps: bool, replayed: bool) -> None:
+        """`ubatch` has its slot, and nothing has happened since: its tokens count as read.
+
+        `gaps`: some positions do not follow those before.
+        """
+        steady = self._steady
+        if steady is not None and self._is_steady and ubatch.token is not None and not gaps:
+            for append, token in zip(steady.appends, ubatch.token.tolist(), strict=True):
+                append(token)
+            steady.left -= 1
+            steady.epoch, steady.batch = table.epoch, batch
+        else:
+            self.histories.read(ubatch, batch)
+            self._steady = self._begin_steady(table, ubatch, batch)
         if replayed:
             self.stats.tokens_replayed += ubatch.n_tokens
         else:
             self.stats.tokens_read += ubatch.n_tokens
+
+    def _begin_steady(self, table: CellTable, ubatch: UBatch, batch: int) -> _Steady | None:
+        if ubatch.n_seq_tokens != 1 or ubatch.shared:
+            return None
+        records = [self.histories.seqs[seq_id] for seq_id in ubatch.primary]
+        if not all(each.whole and each.batch_tokens == 1 for each in records):
+            return None
+        left = self.policy.quiet_tokens - max(len(each.tokens) - each.since for each in records)
+        return _Steady(ubatch.seq_ids, [each.tokens.append for each in records], left, table.epoch, batch)
 
     # making and letting go
 
@@ -466,6 +510,7 @@ class CheckpointStore:
         for owner in owners.seq_ids:
             self.forget(table, owner)
 
-    def recorded(self, seq_id: int) -> SeqHistory:
-        """The record of a sequence."""
-        return self.histories[seq_id]
+    def set_tokens(self, seq_id: int, tokens: array[int]) -> None:
+        """A sequence has read exactly `tokens`, as somebody tells who knows."""
+        self.histories[seq_id].set(tokens)
+        self._steady = None

@@ -71,10 +71,10 @@ class Rewind:
         if self.kept is not None:
             self.kept.before_step(table, ubatch, batch)
 
-    def after_step(self, ubatch: UBatch, batch: int) -> None:
-        """The slot is taken."""
+    def after_step(self, table: CellTable, ubatch: UBatch, batch: int, gaps: bool) -> None:
+        """The slot is taken; `gaps`: some positions do not follow those before."""
         if self.kept is not None:
-            self.kept.after_step(ubatch, batch, self._replaying)
+            self.kept.after_step(table, ubatch, batch, gaps=gaps, replayed=self._replaying)
         if self._lost:
             self._lost.difference_update(*ubatch.seq_ids)
 

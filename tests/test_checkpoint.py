@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_host import ToyHost, state_of
 
-from rcache_plugin import CacheSpec, RecurrentCache, UBatch
+from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch
 from rcache_plugin.checkpoint import Checkpoint, DefaultPolicy, default_checkpoint_cells
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StaleCheckpoint, StateError, Unsupported
 
@@ -82,6 +83,35 @@ def test_decoding_stays_in_place_between_checkpoints() -> None:
     for token in range(300):
         host.read({0: [token], 1: [token]})
     assert len(set(host.windows)) == 1 and host.windows[0][1] == 2 and host.rows_moved == 0
+
+
+def through_c(cache: RecurrentCache) -> Callable[[int, int], None]:
+    """Steps of one token through the C table, which recognises that they are of the same sequence."""
+    table = HostVTable(cache)
+    client = TableClient(table.address)
+
+    def step(pos: int, token: int) -> None:
+        ubatch = UBatch.single(0, pos, 1, [token])
+        assert not table.closed and client.prepare([ubatch]) and client.find_slot(ubatch) is not None
+
+    return step
+
+
+def test_steady_steps_are_recorded_and_end_when_something_is_due() -> None:
+    cache = RecurrentCache(CacheSpec.make([4], [4]), 2, allocate=False, checkpoint_cells=8, policy=DefaultPolicy(16))
+    step = through_c(cache)
+    tokens = [(7 * i) % 50 for i in range(60)]
+    for pos, token in enumerate(tokens):
+        step(pos, token)
+        assert cache.tokens(0).tolist() == tokens[: pos + 1]
+        if pos == 40:  # nothing has happened to the table, but the record is another
+            tokens[:41] = range(41)
+            cache.set_tokens(0, tokens[:41])
+    assert [each.n_tokens for each in cache.checkpoints()] == [16, 32, 41, 57]
+    assert cache.stats().tokens_read == 60
+    step(70, 5)  # a gap: what follows is not known
+    step(71, 5)
+    assert cache.tokens(0).tolist() == tokens and not cache.seq_rm(0, 65, -1)
 
 
 def test_what_is_kept_already_is_not_kept_twice() -> None:
