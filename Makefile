@@ -56,7 +56,7 @@ test-fuzz: $(STAMPS)/package $(STAMPS)/test
 	@RCACHE_EXAMPLES=$(EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_slots_stress.py $(PYTEST_ARGS)
 
 test-fuzz-state: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/test
-	$(SAY) 'restoring $(STATE_EXAMPLES) damaged states in Python and as many through C: about 10 minutes on one core'
+	$(SAY) 'restoring $(STATE_EXAMPLES) damaged states in Python and as many through C: 10 minutes to half an hour on one core'
 	@RCACHE_STATE_EXAMPLES=$(STATE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_state_fuzz.py $(PYTEST_ARGS)
 
 test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
