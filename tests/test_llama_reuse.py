@@ -241,7 +241,8 @@ def states_saved_and_loaded_in_between(talk: Talk) -> None:
     llm.load_state(state)
     new = talk.ids("", LINES[2])[1:]
     _, read, replayed = talk.say(llm, [*one, *new])
-    assert talk.Llama is talk.lib.Llama or read + replayed <= len(new) + 1, (read, replayed)
+    if talk.pure and talk.Llama is not talk.lib.Llama:
+        assert read + replayed <= len(new) + 1, (read, replayed)
     talk.say(llm, one)
     llm.load_state(state)
     talk.say(llm, one[:20])
@@ -452,13 +453,13 @@ def a_callback_that_raises(talk: Talk) -> None:
 @scenario()
 def a_context_that_is_full(talk: Talk) -> None:
     llm = talk.new(n_ctx=128, n_batch=32)
-    n_ctx = llm.n_ctx()  # llama.cpp rounds it up
-    prompt = talk.ids(LINES[0] * 16)[: n_ctx - 20]
+    long = talk.ids(LINES[0] * 16)[:150]  # llama.cpp rounds n_ctx up, llama-cpp-python's own arrays end at 128
+    prompt = long[:108]
     for _ in range(2):
-        with contextlib.suppress(ValueError, RuntimeError, IndexError):
-            talk.answer(llm, prompt, 40)  # more than there is room for
-        assert talk.cache.seq_pos_max(0) in (llm.n_tokens - 1, llm.n_tokens)
-        talk.say(llm, prompt)
+        for wanted in (prompt, long):
+            with contextlib.suppress(ValueError, RuntimeError, IndexError):
+                talk.answer(llm, wanted, 40)  # more than there is room for
+            talk.say(llm, prompt)
         talk.say(llm, prompt[:50], 20)
     said = llm.create_completion(prompt, max_tokens=-1, temperature=0)["choices"][0]
     assert said["finish_reason"] in ("length", "stop")
@@ -528,16 +529,17 @@ def conversations_in_turn_are_not_read_twice(talk: Talk) -> None:
 
 @scenario(*OURS)
 def known_beginnings_become_checkpoints(talk: Talk) -> None:
-    """Two prompts part somewhere; the third that parts there reads only what is its own."""
+    """Two prompts part somewhere; the third that parts there reads only what is its own, also after a reset."""
     if not talk.pure:
         return
-    llm = talk.new()
+    llm = talk.new(n_batch=512)
     head = talk.ids(LINES[0] * 6)
     reads = []
     for line in (*LINES[1:], "Of the sons of Levi, these are the names."):
         prompt = [*head, *talk.ids("", line)[1:]]
         reads.append(talk.say(llm, prompt)[1] - (len(prompt) - len(head)))
-    assert reads[1] <= 0 and reads[2] <= 0 and reads[3] <= 0, reads
+        llm.reset()
+    assert reads[2] <= 0 and reads[3] <= 0, reads
 
 
 @scenario(*OURS)
