@@ -57,7 +57,7 @@ def readme(figures: dict[str, Any]) -> str:
             row = rows[case]
             lines.append(f"| {name} | {amount(row['stock'], row['unit'])} | {amount(row['ours'], row['unit'])} | "
                          f"{ratio(row)} |")
-    lines += ["", f"Mamba of 130M parameters' shape; {about(figures)} ([all figures](docs/benchmarks.md))."]
+    lines += ["", f"Mamba of 130M parameters' shape; {about(figures)}; [all figures](docs/benchmarks.md)."]
     return "\n".join(lines)
 
 
