@@ -67,13 +67,10 @@ def fork() -> Script:
 
 
 def keep() -> Script:
-    """All but one sequence dropped, a shared cell too; the dropped ones used again.
-
-    They are removed before that: stock keeps the attention half of what seq_keep drops, see test_llama_cases.
-    """
+    """All but one sequence dropped, a shared cell too; the dropped ones used again."""
     script = Script("keep").decode({0: tokens(8), 1: tokens(21, 1), 2: tokens(5, 2)}).keep(1).decode({1: [31]})
-    script.rm(0).rm(3).decode({0: tokens(4, 3), 3: tokens(18, 4)}).cp(1, 2).keep(2).decode({2: [32]})
-    return script.rm(1).decode({1: tokens(3, 5)}).keep(3).rm(0).decode({0: tokens(5, 6)})
+    script.decode({0: tokens(4, 3), 3: tokens(18, 4)}).cp(1, 2).keep(2).decode({2: [32]}).decode({1: tokens(3, 5)})
+    return script.keep(3).decode({0: tokens(5, 6)})
 
 
 def removal() -> Script:

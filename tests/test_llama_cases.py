@@ -130,16 +130,6 @@ def test_both_halves_keep_their_position_when_one_refuses(script: Script) -> Gen
     assert same(trace.logits(1), trace.logits(3))
 
 
-@case(n_seq_max=4)
-def test_what_seq_keep_has_dropped_starts_afresh(script: Script) -> Generator[None, Trace, None]:
-    """In a hybrid stock keeps the dropped sequences' attention, and attends to it."""
-    script.decode({0: tokens(9), 3: tokens(12, 1)}).keep(0).decode({3: tokens(18, 2)}).decode({0: [5]})
-    script.new(1, n_seq_max=4).decode({3: tokens(18, 2)}, context=1).decode({0: tokens(9)}, context=1)
-    script.decode({0: [5]}, context=1)
-    trace = yield
-    assert same(trace.logits(1), trace.logits(3)) and same(trace.logits(2), trace.logits(5))
-
-
 @case()
 def test_a_full_clear_works_after_a_refusal(script: Script) -> Generator[None, Trace, None]:
     script.decode({0: tokens(25), 1: tokens(3, 1)}).rm(0, 7, -1).rm(0).decode({0: tokens(25)})
