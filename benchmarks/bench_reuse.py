@@ -112,10 +112,11 @@ class Bench:
     def turns(self) -> list[Row]:
         found = self.measure(["turns", model("mamba-130m")], self.rounds)
         names = [
-            ("first prompt", "first prompt, 1,978 tokens", None),
-            ("second turn", "second turn: 2,000-token history (its last 2 tokens cut off), 23 new tokens", 50),
+            ("first prompt", "first prompt, 2,000 tokens", None),
+            ("second turn", "second turn: 2,000-token history without the answer, 23 new tokens", 50),
             ("edited", "edited: another last message of 23 tokens", 50),
             ("again", "the same prompt again", 50),
+            ("cut", "next turn after an answer of 24 tokens, of which the last 2 are cut off", None),
             ("longer", "next turn, nothing cut off (stock goes on too)", None),
             ("back", "back from another conversation, 23 new tokens", None),
         ]

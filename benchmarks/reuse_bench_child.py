@@ -60,14 +60,15 @@ class Chat:
 def turns(path: str, seed: int) -> dict[str, Any]:
     """The ways in which a second prompt follows a first one; seconds to the first token of each."""
     chat = Chat(model(path))
-    prompt = text(HISTORY - ANSWER + CUT, 10 * seed)
-    answer = chat.ask("first prompt", prompt)
-    history = [*prompt, *answer[:-CUT]]
+    history = text(HISTORY, 10 * seed)
+    chat.ask("first prompt", history)
     chat.ask("second turn", [*history, *text(NEW, 10 * seed + 1)])
     edited = [*history, *text(NEW, 10 * seed + 2)]
     chat.ask("edited", edited)
     answer = chat.ask("again", edited)
-    longer = [*edited, *answer, *text(NEW, 10 * seed + 3)]
+    cut = [*edited, *answer[:-CUT], *text(NEW, 10 * seed + 3)]
+    answer = chat.ask("cut", cut)
+    longer = [*cut, *answer, *text(NEW, 10 * seed + 6)]
     answer = chat.ask("longer", longer)
     chat.ask("other", text(100, 10 * seed + 4))
     chat.ask("back", [*longer, *answer, *text(NEW, 10 * seed + 5)])

@@ -17,7 +17,7 @@ FIGURES = ROOT / "docs" / "figures" / "reuse.json"
 BEGIN, END = "<!-- begin: figures of scripts/readme_figures.py -->", "<!-- end of figures -->"
 
 SHORT = {
-    "turns second turn": "second turn, after a stop string was cut off",
+    "turns second turn": "second turn, without the first answer",
     "turns edited": "the last message edited",
     "turns again": "the same prompt again",
     "turns back": "back after another conversation",

@@ -557,7 +557,7 @@ ALL_BUSY = """
     machine.new(0, n_seq_max=7, kv_unified=True)  # a hybrid is then split in any order too
     (cache,) = host.caches()
     plans, find_slot = [], cache.find_slot
-    cache.find_slot = lambda ubatch: plans.append(find_slot(ubatch)) or plans[-1]
+    cache.find_slot = lambda *step: plans.append(find_slot(*step)) or plans[-1]
     rng = random.Random(1)
     texts = {seq: llama_scripts.tokens(3, seq) for seq in range(7)}
 

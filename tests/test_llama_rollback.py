@@ -172,10 +172,12 @@ def same(one: Array, other: Array) -> None:
 
 @contextmanager
 def failing(method: str, nth: int = 1, error: type[BaseException] = RuntimeError) -> Iterator[list[int]]:
-    """Inside, the `nth` call of a method of `RecurrentCache` raises, and those after it."""
+    """Inside, the `nth` call of a method of `RecurrentCache` or `Rewind` raises, and those after it."""
     from rcache_plugin.cache import RecurrentCache
+    from rcache_plugin.rewind import Rewind
 
-    original, calls = getattr(RecurrentCache, method), [0]
+    owner: Any = RecurrentCache if hasattr(RecurrentCache, method) else Rewind
+    original, calls = getattr(owner, method), [0]
 
     def instead(self: Any, *arguments: Any, **options: Any) -> Any:
         calls[0] += 1
@@ -183,11 +185,11 @@ def failing(method: str, nth: int = 1, error: type[BaseException] = RuntimeError
             raise error("no luck")
         return original(self, *arguments, **options)
 
-    setattr(RecurrentCache, method, instead)
+    setattr(owner, method, instead)
     try:
         yield calls
     finally:
-        setattr(RecurrentCache, method, original)
+        setattr(owner, method, original)
 
 
 scenario = Scenarios(path_of(__file__), MODELS, Host)
@@ -697,7 +699,7 @@ def a_callback_that_raises_in_a_decode(host: Host) -> None:
 def a_seq_rm_that_raises_is_a_refusal(host: Host) -> None:
     host.new()
     host.read({0: tokens(20)})
-    for method in ("_go_back", "_seq_rm"):
+    for method in ("_go_back", "remove"):
         with failing(method):
             assert not host.lib.llama_memory_seq_rm(host.memory, 0, 7, -1)
         host.in_step()
@@ -871,16 +873,19 @@ def a_context_is_freed_with_live_checkpoints(host: Host) -> None:
 
 @scenario()
 def a_prompt_is_split_no_finer_for_checkpoints(host: Host) -> None:
-    """One more ubatch a prompt, for its last token, and only in pure models; none in decoding."""
+    """One more ubatch a prompt, for its last token, and only in pure models; none in decoding, and none for a full
+    batch, which is a piece of a longer prompt."""
     counts = []
     for options in ({"checkpoint_cells": 0}, {"checkpoint_interval": 16}):
         host.new(options, n_seq_max=1)
         with failing("find_slot", 1 << 30) as calls:
             host.read({0: tokens(64)})
+            assert calls[0] == 4
+            host.read({0: tokens(60, 1)})
             for i in range(10):
                 host.read({0: [i]})
         counts.append(calls[0])
-    assert counts == [14, 14 + (not host.hybrid)]
+    assert counts == [18, 18 + (not host.hybrid)]
 
 
 @scenario()

@@ -302,10 +302,13 @@ std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type(const llama_memory_re
     return by_type;
 }
 
-// Whether the batch is a prompt of one sequence whose last tokens are to have a ubatch of their own.
+// Whether the batch is the end of a prompt of one sequence, whose last tokens are to have a ubatch of their own.
 bool is_prompt(const llama_batch_allocr & balloc, const rcache_state & state) {
     if (state.tail == 0 || balloc.get_n_tokens() < std::max(state.tail_from, state.tail + 1)) {
         return false;
+    }
+    if (state.lctx && balloc.get_n_tokens() == llama_n_batch(state.lctx)) {
+        return false; // a piece of a longer prompt, most likely
     }
     const auto & batch = balloc.get_batch();
     for (int32_t i = 0; i < batch.n_tokens; ++i) {

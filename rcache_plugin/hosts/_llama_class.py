@@ -77,7 +77,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         """
         self._agree()
         # in pure models the adapter does it too, for batches that are long enough
-        split = not self._crosses or 1 < len(tokens) % self.n_batch < PROMPT_TAIL_FROM
+        split = not self._crosses or len(tokens) % self.n_batch < PROMPT_TAIL_FROM
         if self._keeps and len(tokens) >= PROMPT_TAIL_FROM and split:
             self._eval(tokens[:-1])
             self._eval(tokens[-1:])
