@@ -19,7 +19,7 @@ ENV_ANY_VERSION = "RCACHE_LLAMA_ANY_VERSION"
 ENV_LIB_PATH = "LLAMA_CPP_LIB_PATH"
 """Environment variable of llama-cpp-python: folder of its libraries."""
 
-SUPPORTED = tuple(f"0.3.{patch}" for patch in range(24, 37))
+SUPPORTED = tuple(f"0.3.{patch}" for patch in range(32, 37))
 """Versions of llama-cpp-python whose class the adapter knows."""
 
 

@@ -95,14 +95,14 @@ def test_other_systems_are_told_honestly(platform: str, small_install: LlamaInst
             call()
 
 
-@pytest.mark.parametrize("version", ["0.3.24", "0.3.36", "0.3.36+cu124"])
+@pytest.mark.parametrize("version", ["0.3.32", "0.3.36", "0.3.36+cu124"])
 def test_known_versions(version: str) -> None:
     llama_install.check_version(version)
 
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [("0.3.23", "; install"), ("0.2.90", "; install"), ("0.3.37", "; update"), ("1.0", "; update"), ("main", "")],
+    [("0.3.31", "; install"), ("0.2.90", "; install"), ("0.3.37", "; update"), ("1.0", "; update"), ("main", "")],
 )
 def test_unknown_versions(version: str, advice: str, monkeypatch) -> None:
     monkeypatch.delenv(llama_install.ENV_ANY_VERSION, raising=False)
