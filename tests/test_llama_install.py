@@ -106,7 +106,7 @@ def test_known_versions(version: str) -> None:
 )
 def test_unknown_versions(version: str, advice: str, monkeypatch) -> None:
     monkeypatch.delenv(llama_install.ENV_ANY_VERSION, raising=False)
-    text = rf"{re.escape(version)} is installed, .* knows 0\.3\.24 to 0\.3\.36{advice}.*RCACHE_LLAMA_ANY_VERSION=1"
+    text = rf"{re.escape(version)} is installed, .* knows 0\.3\.32 to 0\.3\.36{advice}.*RCACHE_LLAMA_ANY_VERSION=1"
     with pytest.raises(UnknownLlamaVersion, match=text):
         llama_install.check_version(version)
     monkeypatch.setenv(llama_install.ENV_ANY_VERSION, "0")
