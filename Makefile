@@ -31,7 +31,7 @@ export OMP_WAIT_POLICY ?= passive
 help:
 	@echo 'make demo       generate text with the bundled model'
 	@echo 'make test       all tests            (PYTEST_ARGS="-k cells")'
-	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples (EXAMPLES=...)'
+	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples, and checkpoints, a tenth'
 	@echo 'make test-fuzz-state  damaged states, $(STATE_EXAMPLES) in Python and as many through C (STATE_EXAMPLES=...)'
 	@echo 'make test-oracle  the cell table against the class of llama.cpp, $(ORACLE_EXAMPLES) sequences of operations'
 	@echo 'make test-talks   $(TALKS) random conversations in llama-cpp-python, each text as a fresh run gives it (TALKS=...)'
@@ -53,7 +53,8 @@ test: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
 
 test-fuzz: $(STAMPS)/package $(STAMPS)/test
 	$(SAY) 'running the state machine of the cell table for $(EXAMPLES) examples: about an hour on one core'
-	@RCACHE_EXAMPLES=$(EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_slots_stress.py $(PYTEST_ARGS)
+	@RCACHE_EXAMPLES=$(EXAMPLES) RCACHE_CHECKPOINT_EXAMPLES=$$(($(EXAMPLES) / 10)) $(PY) -m pytest --timeout=0 \
+		-o faulthandler_timeout=0 tests/test_slots_stress.py tests/test_checkpoint.py $(PYTEST_ARGS)
 
 test-fuzz-state: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/test
 	$(SAY) 'restoring $(STATE_EXAMPLES) damaged states in Python and as many through C: 10 minutes to half an hour on one core'

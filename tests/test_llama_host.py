@@ -190,3 +190,37 @@ def test_the_chat_example_gives_stocks_text(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rcache_plugin", "exec", *example]
     ours = children.run(command, env=llama_child.QUIET, timeout=120)
     assert ours.stdout == stock.stdout and stock.stdout.count(">") == 3
+
+
+def test_a_conversation_outlives_the_process(tmp_path: Path) -> None:
+    """CASES 19 and 20: after a restart the same prompt reads one token, a longer one what is new; text as ever."""
+    from rcache_plugin.hosts.mamba import bundled_model
+
+    code = """
+    from rcache_plugin.hosts.llama import Llama
+    llm = Llama(MODEL, n_ctx=512, n_threads=2, verbose=False, **({"checkpoint_cells": 0} if STEP == "fresh" else {}))
+    prompt = "And it came to pass in those days, that there went out a decree from Caesar, that all the world should be"
+    prompt += " taxed. And all went to be taxed, every one into his own city, and Joseph also went up from Galilee"
+    def say(text, n=12):
+        return llm(text, max_tokens=n, temperature=0)["choices"][0]["text"]
+    if STEP == "save":
+        first = say(prompt)
+        llm.rcache.save(FILE)
+        print(repr(first))
+    else:
+        if STEP == "load":
+            llm.rcache.load(FILE)
+        again = say(prompt)
+        if STEP == "load":
+            read = llm.rcache.stats().tokens_read
+            assert read == 1 + 11, read
+        longer = say(prompt + again + " And he said unto")
+        if STEP == "load":
+            stats = llm.rcache.stats()
+            assert stats.tokens_read + stats.tokens_replayed - read < 40 and stats.tokens_reused > 60, stats
+        print(repr(again), repr(longer))
+    """
+    names = {"MODEL": str(bundled_model()), "FILE": str(tmp_path / "talk.rcache")}
+    first = run(code, STEP="save", **names)
+    loaded, fresh = (run(code, STEP=step, **names) for step in ("load", "fresh"))
+    assert loaded == fresh and loaded.startswith(first.strip())

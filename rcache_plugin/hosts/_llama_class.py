@@ -184,7 +184,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             return  # read whole already
         at = cache.resume(0, prompt[:most])
         if not at:
-            at = self._go_back(cache, min(live, most))
+            # the context may have read more than this object has seen: a state that was loaded
+            at = self._go_back(cache, min(max(live, common_prefix(cache.tokens(0), prompt)), most))
         if at:
             self.input_ids[:at] = prompt[:at]
             self.n_tokens = at
