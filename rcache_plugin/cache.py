@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -65,6 +65,23 @@ class PlanObserver(Protocol):
         sequences as the last one counts as one that fits."""
 
 
+class Observers:
+    """Those who want to know, while they live. A `weakref.WeakSet` costs too much where each step goes through it."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[PlanObserver]] = []
+
+    def add(self, observer: PlanObserver) -> None:
+        """From now on `observer` is told."""
+        self._refs.append(weakref.ref(observer, self._refs.remove))
+
+    def __iter__(self) -> Iterator[PlanObserver]:
+        for ref in self._refs[:]:
+            observer = ref()
+            if observer is not None:
+                yield observer
+
+
 class RecurrentCache:
     """One fixed-size state a sequence, in ggml buffers, for the sequences ``0 .. n_seq_max - 1``.
 
@@ -119,7 +136,7 @@ class RecurrentCache:
             kept = CheckpointStore(
                 checkpoint_cells, self.table.n_seq_max, DefaultPolicy() if policy is None else policy, own_lineage
             )
-        self.observers: weakref.WeakSet[PlanObserver] = weakref.WeakSet()
+        self.observers = Observers()
         self._back = Rewind(kept, self.observers, max_replay)
         self._batch = 0
         self.buffers: StateBuffers | None = None
@@ -523,6 +540,7 @@ class RecurrentCache:
             if kept.own_lineage:
                 raise Unsupported("the host keeps more of a sequence than its state: go back with its seq_rm")
             self._back.switch(self.table, kept, seq_id, checkpoint)
+            self._changed()
 
     def resume(self, seq_id: int, tokens: Sequence[int] | Int32Array) -> int:
         """Lets a sequence have read as much of `tokens`, int32 [n], as any known state has, and nothing else.
@@ -539,6 +557,7 @@ class RecurrentCache:
             best = kept.longest(wanted)
             if not kept.own_lineage and best is not None and best.n_tokens > own:
                 self._back.switch(self.table, kept, seq_id, best)
+                self._changed()
                 return best.n_tokens
             return own if history.whole and own == len(history.tokens) else 0
 

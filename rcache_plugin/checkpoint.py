@@ -284,7 +284,7 @@ class CheckpointStore:
             if known is not None:
                 known.held |= held
                 self._touch(known)
-                history.since = len(tokens)
+                history.since, history.last = len(tokens), known
                 return known
         if tokens is None and not held:
             return None
@@ -298,7 +298,7 @@ class CheckpointStore:
             made.seq_ids.add(seq_id)
         elif tokens is not None:
             self._tree.insert(tokens, made)
-        history.since = len(history.tokens)
+        history.since, history.last = len(history.tokens), made
         self._touch(made)
         self.stats.checkpoints_made += 1
         return made
@@ -427,8 +427,12 @@ class CheckpointStore:
 
     def nearest(self, seq_id: int, n_tokens: int) -> Checkpoint | None:
         """The last checkpoint before a sequence has read more than `n_tokens` tokens; None if there is none."""
+        history = self.histories[seq_id]
+        last: Checkpoint | None = history.last
+        if last is not None and last.valid and last.n_tokens == n_tokens == history.since and history.whole:
+            return last  # most often it is this one, and looking for it takes longer than going there
         if not self.own_lineage:
-            return self.longest(self.histories[seq_id].tokens, n_tokens)
+            return self.longest(history.tokens, n_tokens)
         own = [each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens <= n_tokens]
         return max(own, key=lambda each: each.n_tokens, default=None)
 
@@ -448,7 +452,7 @@ class CheckpointStore:
             history.forget()
         else:
             history.set(one.tokens)
-        history.since = len(history.tokens)
+        history.since, history.last = len(history.tokens), one
         self._touch(one)
         self.stats.checkpoints_used += 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from .ubatch import Int32Array, UBatch, int32_tokens
 class SeqHistory:
     """The record of one sequence."""
 
-    __slots__ = ("batch", "batch_tokens", "branch", "since", "tokens", "whole")
+    __slots__ = ("batch", "batch_tokens", "branch", "last", "since", "tokens", "whole")
 
     def __init__(self) -> None:
         self.tokens = array("i")
@@ -27,6 +28,8 @@ class SeqHistory:
         """Whether that is all that the state has read."""
         self.since = 0
         """Tokens that had been read at the last checkpoint on the way here; 0 if there is none."""
+        self.last: Any = None
+        """The checkpoint at `since`, if it is still there."""
         self.batch = 0
         """Number of the batch that the last tokens came in."""
         self.batch_tokens = 0
@@ -39,6 +42,7 @@ class SeqHistory:
         self.tokens = array("i")
         self.whole = True
         self.since = self.batch_tokens = self.batch = 0
+        self.last = None
         self.branch = False
 
     def forget(self) -> None:
@@ -50,14 +54,15 @@ class SeqHistory:
         """The state has read exactly the first `n_tokens` of the record."""
         del self.tokens[n_tokens:]
         self.whole = True
-        self.since = min(self.since, n_tokens)
+        if n_tokens < self.since:
+            self.since, self.last = n_tokens, None
         self.batch = self.batch_tokens = 0
         self.branch = False
 
     def copy_from(self, other: SeqHistory) -> None:
         """The same state, the same record."""
         self.tokens = other.tokens[:]
-        self.whole, self.since, self.branch = other.whole, other.since, other.branch
+        self.whole, self.since, self.last, self.branch = other.whole, other.since, other.last, other.branch
         self.batch, self.batch_tokens = other.batch, other.batch_tokens
 
     def set(self, tokens: array[int]) -> None:

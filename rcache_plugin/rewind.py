@@ -35,8 +35,8 @@ class ChangeObserver(Protocol):
 class Rewind:
     """The ways back of one cache's sequences; `kept` is None for a cache without cells for checkpoints.
 
-    `observers` are told when a sequence has another state, before anything is read again. Every call takes the table as
-    it stands: the cache may exchange it between calls.
+    `observers` are told of new positions before anything is read again; of all others the cache tells them. Every call
+    takes the table as it stands: the cache may exchange it between calls.
     """
 
     def __init__(
@@ -109,6 +109,8 @@ class Rewind:
         before = table.seq_pos_max(seq_id)
         if p0 <= 0 and to_end:
             kept.leaves(table, seq_id)
+        if 0 < p0 <= before and to_end and not table.n_rs_seq:
+            return self._go_back(table, kept, seq_id, p0)  # the table can only refuse
         if seq_id not in self._lost and table.seq_rm(seq_id, p0, p1):
             after = table.seq_pos_max(seq_id)
             if after < 0 and (before >= 0 or p0 <= 0):  # it may be empty because it had lost its state
@@ -145,7 +147,7 @@ class Rewind:
         ):
             kept.stats.refused += 1
             return False
-        tokens = history.tokens[:n_tokens]
+        tokens = history.tokens[:n_tokens] if missing else history.tokens
         if seq_id not in self._lost:
             kept.leaves(table, seq_id, to=base)
         hold = self._hold(table, kept, seq_id, base) if missing else None  # else nothing can fail
@@ -194,14 +196,14 @@ class Rewind:
             table.go_to_pin(seq_id, one.pin)
             kept.used(one, seq_id)
         self._lost.discard(seq_id)
-        for observer in self._observers:
-            observer.changed()
 
     def _read_again(self, table: CellTable, seq_id: int, start: int, tokens: array[int]) -> bool:
         replay = self.replay
         if replay is None or self._replaying:
             return False
         self._replaying = True
+        for observer in self._observers:  # the host may ask for positions
+            observer.changed()
         try:
             done = replay(seq_id, start, np.array(tokens[start:], np.int32))
         finally:

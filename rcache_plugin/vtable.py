@@ -37,7 +37,7 @@ _EXIT_WAIT_MS = 2000
 _BYTES = {name: ffi.sizeof(f"struct {name}") for name in ("rcache_ubatch", "rcache_slot", "rcache_info", "rcache_io")}
 
 _keys = itertools.count(1)
-_tables: weakref.WeakValueDictionary[int, HostVTable] = weakref.WeakValueDictionary()
+_tables: dict[int, weakref.ref[HostVTable]] = {}  # looked up in each call; `_let_go` takes out what is collected
 _creators: dict[int, Callable[[CacheRequest], RecurrentCache]] = {}
 _owned_by_host: dict[int, HostVTable] = {}  # made by the factory: kept until the host destroys them
 _waiting = threading.local()
@@ -88,7 +88,7 @@ class HostVTable:
         table = lib.rcache_handle_table(self._handle)
         self.address = int(ffi.cast("uintptr_t", table))
         self.user = int(ffi.cast("uintptr_t", table.user))
-        _tables[self.key] = self
+        _tables[self.key] = weakref.ref(self)
         cache.observers.add(self)
         self.publish(cache.plan)
 
@@ -160,7 +160,8 @@ class HostVTable:
 
 def table_of(user: int) -> HostVTable | None:
     """This process's `HostVTable` behind a ``user`` pointer of a table; None for a foreign or closed one."""
-    return next((table for table in list(_tables.values()) if table.user == user), None)
+    tables = (ref() for ref in list(_tables.values()))
+    return next((table for table in tables if table is not None and table.user == user), None)
 
 
 def take_pending(cache: RecurrentCache) -> BaseException | None:
@@ -427,7 +428,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def _entry(operation: Callable[..., Any]) -> Callable[..., int]:
     def call(key: int, *args: Any) -> int:
-        table = _tables.get(key)
+        ref = _tables.get(key)
+        table = None if ref is None else ref()
         if table is None or table.cache.closed:
             return Status.CLOSED
         try:
@@ -441,7 +443,8 @@ def _entry(operation: Callable[..., Any]) -> Callable[..., int]:
 
 def _row_entry(answer: Callable[[HostVTable, int], Any], missing: Any) -> Callable[[int, int], Any]:
     def call(key: int, i: int) -> Any:
-        table = _tables.get(key)
+        ref = _tables.get(key)
+        table = None if ref is None else ref()
         if table is None:
             return missing
         try:
