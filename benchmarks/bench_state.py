@@ -130,7 +130,7 @@ def in_llama(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
     path = model("large-state")
     oracle = compile_oracle(folder)
-    stock, ours = Side("stock", {}, oracle), Side("rcache", {}, oracle)
+    stock, ours = Side("stock", "stock", {}, oracle), Side("ours", "rcache", {}, oracle)
     rows = []
     print(f"\n{'median (best) in milliseconds':46} {'stock':>15} {'ours':>15} {'ratio':>6}  (spread)      aim")
     memcpy = measure(stock, ours, ["state", path, "memcpy", 9], rounds)

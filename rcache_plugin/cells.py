@@ -378,8 +378,9 @@ class CellTable:
         """
         self.check_seq_id(seq_id)
         cell_id = self.pin_cell(pin)
-        self._leave(seq_id)
-        self._join(seq_id, cell_id)
+        if self._tail[seq_id] != cell_id:
+            self._leave(seq_id)
+            self._join(seq_id, cell_id)
         self._touch()
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:

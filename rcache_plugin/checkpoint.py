@@ -456,6 +456,32 @@ class CheckpointStore:
         self._touch(one)
         self.stats.checkpoints_used += 1
 
+    def go_to_last(self, table: CellTable, seq_id: int, n_tokens: int) -> bool:
+        """Lets a sequence go back to its last checkpoint, if that has read exactly `n_tokens`; else false.
+
+        What is done most often, right after a step, when no code is in the processor's caches: so it is little code.
+        """
+        history = self.histories.seqs[seq_id]
+        last: Checkpoint | None = history.last
+        if last is None or last._gone or not last.n_tokens == n_tokens == history.since or not history.whole:
+            return False
+        tokens = history.tokens
+        if len(tokens) <= n_tokens:
+            return False
+        if not self.own_lineage and self.policy.keep_left(len(tokens) - n_tokens):
+            self.make(table, seq_id, spare=last)
+            history.since, history.last = n_tokens, last
+        table.go_to_pin(seq_id, last.pin)
+        del tokens[n_tokens:]
+        history.batch = history.batch_tokens = 0
+        history.branch = False
+        if self.own_lineage:
+            self.part(table, seq_id, n_tokens)
+        self._clock += 1
+        last.used = self._clock
+        self.stats.checkpoints_used += 1
+        return True
+
     # what happens to sequences
 
     def leaves(self, table: CellTable, seq_id: int, to: Checkpoint | None = None) -> None:

@@ -96,6 +96,9 @@ class Rewind:
     def remove(self, table: CellTable, seq_id: int, p0: int, p1: int) -> bool:
         """As `RecurrentCache.seq_rm`."""
         kept = self.kept
+        if kept is not None and p0 > 0 and p1 < 0 <= seq_id < table.n_seq_max and seq_id not in self._lost:
+            if kept.go_to_last(table, seq_id, p0):
+                return True
         one = 0 <= seq_id < table.n_seq_max
         # how long a sequence was that has lost its state is nobody's knowledge, so only -1 is its end
         to_end = one and (p1 < 0 or (seq_id not in self._lost and p1 > table.seq_pos_max(seq_id)))
