@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ def model(path: str) -> Any:
 
 def text(n: int, seed: int) -> list[int]:
     """Tokens that say nothing, and share no beginning with those of another seed."""
-    return [(seed * 7919 + i * i * 31 + i * 7 + 1) % 250 for i in range(n)]
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(n)]
 
 
 class Chat:
