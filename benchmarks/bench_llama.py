@@ -55,7 +55,8 @@ def cases(tiny: str, real: str) -> list[tuple[str, float | None, list[Any]]]:
     return [
         ("a  decode, 1 sequence, mamba-130m", 0.98, ["decode_one", real, 12]),
         ("b  prefill 2,000 tokens, mamba-130m", 0.98, ["prefill", real, 2000]),
-        ("c  decode 1 of 256 slots, tiny", 1.3, ["one_of_many", tiny, 256, 200]),
+        ("c  decode 1 of 256 slots, tiny, 1 thread", 1.3, ["one_of_many", tiny, 256, 1, 200]),
+        ("c  decode 1 of 256 slots, tiny, 2 threads", None, ["one_of_many", tiny, 256, 2, 200]),
         ("d  32 random of 256, tiny", 2.0, ["random_of_many", tiny, 256, 32, 30]),
         ("d  32 random of 256, mamba-130m", 2.0, ["random_of_many", real, 256, 32, 2]),
         ("e  slots {0,1} of 3, mamba-130m", None, ["pair", real, [0, 1], 8]),

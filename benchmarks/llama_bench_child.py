@@ -27,11 +27,11 @@ N_THREADS = 2
 class Context:
     """A model and a context; the low-level API, as a server would use it."""
 
-    def __init__(self, model: str, n_seq_max: int, n_ctx: int) -> None:
+    def __init__(self, model: str, n_seq_max: int, n_ctx: int, n_threads: int) -> None:
         self.model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, 2048, 512, n_seq_max
-        params.n_threads = params.n_threads_batch = N_THREADS
+        params.n_threads = params.n_threads_batch = n_threads
         self.ctx = llama_cpp.llama_init_from_model(self.model, params)
         if not self.ctx:
             raise SystemExit("no context")
@@ -75,10 +75,10 @@ class Context:
 contexts: dict[tuple[Any, ...], Context] = {}
 
 
-def context(model: str, n_seq_max: int, n_ctx: int) -> Context:
-    key = model, n_seq_max
+def context(model: str, n_seq_max: int, n_ctx: int, n_threads: int = N_THREADS) -> Context:
+    key = model, n_seq_max, n_threads
     if key not in contexts:
-        contexts[key] = Context(model, n_seq_max, n_ctx)
+        contexts[key] = Context(model, n_seq_max, n_ctx, n_threads)
     return contexts[key]
 
 
@@ -95,8 +95,8 @@ def prefill(model: str, n_tokens: int) -> list[float]:
     return [c.decode([(0, n_tokens)])]
 
 
-def one_of_many(model: str, n_slots: int, n: int) -> list[float]:
-    c = context(model, n_slots, 64 * n_slots)
+def one_of_many(model: str, n_slots: int, n_threads: int, n: int) -> list[float]:
+    c = context(model, n_slots, 64 * n_slots, n_threads)
     c.fill()
     return [c.decode([(17, 1)]) for _ in range(n)]
 
