@@ -56,6 +56,7 @@ class Hall:
         import llama_cpp
 
         self.lib = llama_cpp
+        self.n_ties = 0
         self.stock = how == "exec"
         arguments = {"n_ctx": 256, "n_batch": 48, "n_ubatch": 16, "n_threads": 1, "n_threads_batch": 1}
         with host.context_options(checkpoint_cells=0):
@@ -86,6 +87,16 @@ class Hall:
             self.fresh_texts[tuple(prompt)] = known = answer(self.plain, prompt, n)
         return known[:n]
 
+    def is_tie(self, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> bool:
+        """Whether two answers part at tokens that rounding decides between: stock's own choice there depends on how the
+        prompt is split. Their logits differ by less than 1e-4 of the largest then."""
+        same = next(i for i, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other)
+        self.plain.reset()
+        self.plain.eval([*prompt, *wanted[:same]])
+        row = self.lib.llama_get_logits_ith(self.plain.ctx, -1)
+        gap = abs(row[wanted[same]] - row[found[same]])
+        return bool(gap < 1e-4 * max(row[i] for i in range(self.plain.n_vocab())))
+
     def talk(self, seed: int) -> None:
         """One conversation. Raises `AssertionError` with the seed and what was done."""
         rng = random.Random(seed)
@@ -98,7 +109,10 @@ class Hall:
             n = rng.choice((1, 2, 4))
             history = self.change(rng, talker, kind, history)[:100]
             found = answer(talker.llm, history, n)
-            assert found == self.fresh(history, n), (seed, done, history, found, self.fresh(history, n))
+            wanted = self.fresh(history, n)
+            if found != wanted:
+                assert self.is_tie(history, found, wanted), (seed, done, history, found, wanted)
+                self.n_ties += 1
             assert talker.cache.seq_pos_max(0) == talker.llm.n_tokens - 1, (seed, done)
             if rng.random() < 0.7:
                 history = [*history, *found]
@@ -191,7 +205,7 @@ def main(how: str, path: str, first: str, count: str) -> None:
     for seed in range(int(first), int(first) + int(count)):
         hall.talk(seed)
     stats = [talker.cache.stats() for talker in hall.talkers]
-    print("talks", count, *(f"{name} {sum(getattr(each, name) for each in stats)}" for name in (
+    print("talks", count, "ties", hall.n_ties, *(f"{name} {sum(getattr(each, name) for each in stats)}" for name in (
         "tokens_asked", "tokens_reused", "tokens_replayed", "tokens_read", "checkpoints_used", "checkpoints_evicted"
     )))  # fmt: skip
 
@@ -208,6 +222,7 @@ def test_talks(how: str, n_talks: int) -> None:
     counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     assert counts["talks"] == n_talks and counts["checkpoints_used"] > n_talks
     assert how == "exec" or counts["tokens_reused"] > counts["tokens_asked"] / 3
+    assert counts["ties"] <= n_talks / 1000 + 1
 
 
 if __name__ == "__main__":
