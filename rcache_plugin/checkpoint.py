@@ -288,20 +288,22 @@ class CheckpointStore:
                 return known
         if tokens is None and not held:
             return None
-        if not self._make_room(table, cell_id, spare):
+        if not self.room_for(table, cell_id, spare):
             self.stats.checkpoints_skipped += 1
             return None
         pin = table.pin(seq_id)
         made = Checkpoint(pin, table.seq_pos_max(seq_id) + 1, tokens, held)
-        self._all[pin] = made
-        if self.own_lineage:
-            made.seq_ids.add(seq_id)
-        elif tokens is not None:
-            self._tree.insert(tokens, made)
+        made.seq_ids.add(seq_id)
+        self._enter(made)
         history.since, history.last = len(history.tokens), made
+        return made
+
+    def _enter(self, made: Checkpoint) -> None:
+        self._all[made.pin] = made
+        if made.tokens is not None and not self.own_lineage:
+            self._tree.insert(made.tokens, made)
         self._touch(made)
         self.stats.checkpoints_made += 1
-        return made
 
     def to_save(self, table: CellTable, seq_ids: Iterable[int]) -> list[Checkpoint]:
         """The checkpoints whose states go with those of `seq_ids`, the most useful first; each in a cell of its own.
@@ -320,14 +322,10 @@ class CheckpointStore:
         if self.own_lineage or not tokens or self._tree.get(tokens) is not None:
             return True
         cell_id = table.next_empty(0)
-        if cell_id == CELL_NONE or len({table.pin_cell(pin) for pin in self._all}) >= self.n_cells:
+        if cell_id == CELL_NONE or len(self._cells(table)) >= self.n_cells:
             return False
         put(cell_id)
-        made = Checkpoint(table.pin_empty(cell_id, len(tokens) - 1), len(tokens), tokens, False)
-        self._all[made.pin] = made
-        self._tree.insert(tokens, made)
-        self._touch(made)
-        self.stats.checkpoints_made += 1
+        self._enter(Checkpoint(table.pin_empty(cell_id, len(tokens) - 1), len(tokens), tokens, False))
         return True
 
     def _known(self, seq_id: int, tokens: array[int]) -> Checkpoint | None:
@@ -336,10 +334,13 @@ class CheckpointStore:
         own = (each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens == len(tokens))
         return next(own, None)
 
-    def _make_room(self, table: CellTable, cell_id: int, spare: Checkpoint | None) -> bool:
-        """Whether `cell_id` can become a checkpoint's; one that gives way for it has gone then."""
+    def _cells(self, table: CellTable) -> set[int]:
+        return {table.pin_cell(pin) for pin in self._all}
+
+    def room_for(self, table: CellTable, cell_id: int, spare: Checkpoint | None) -> bool:
+        """Whether `cell_id` can be kept beside what is kept; one that gives way for it has gone then, never `spare`."""
         while True:
-            cells = {table.pin_cell(pin) for pin in self._all}
+            cells = self._cells(table)
             if cell_id in cells or len(cells) < self.n_cells:
                 return True
             if not self.evict(table, not_held=True, spare=spare, why="a newer one took its cell"):
@@ -427,12 +428,8 @@ class CheckpointStore:
 
     def nearest(self, seq_id: int, n_tokens: int) -> Checkpoint | None:
         """The last checkpoint before a sequence has read more than `n_tokens` tokens; None if there is none."""
-        history = self.histories[seq_id]
-        last: Checkpoint | None = history.last
-        if last is not None and last.valid and last.n_tokens == n_tokens == history.since and history.whole:
-            return last  # most often it is this one, and looking for it takes longer than going there
         if not self.own_lineage:
-            return self.longest(history.tokens, n_tokens)
+            return self.longest(self.histories[seq_id].tokens, n_tokens)
         own = [each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens <= n_tokens]
         return max(own, key=lambda each: each.n_tokens, default=None)
 
@@ -459,26 +456,19 @@ class CheckpointStore:
     def go_to_last(self, table: CellTable, seq_id: int, n_tokens: int) -> bool:
         """Lets a sequence go back to its last checkpoint, if that has read exactly `n_tokens`; else false.
 
-        What is done most often, right after a step, when no code is in the processor's caches: so it is little code.
+        What is done most often, right after a step, when no code is in the processor's caches: so nothing is looked up.
         """
-        history = self.histories.seqs[seq_id]
+        history = self.histories[seq_id]
         last: Checkpoint | None = history.last
-        if last is None or last._gone or not last.n_tokens == n_tokens == history.since or not history.whole:
+        if last is None or not last.valid or not last.n_tokens == n_tokens == history.since or not history.whole:
             return False
-        tokens = history.tokens
-        if len(tokens) <= n_tokens:
+        if len(history.tokens) <= n_tokens:
             return False
-        if not self.own_lineage and self.policy.keep_left(len(tokens) - n_tokens):
-            self.make(table, seq_id, spare=last)
-            history.since, history.last = n_tokens, last
+        self.leaves(table, seq_id, to=last)
         table.go_to_pin(seq_id, last.pin)
-        del tokens[n_tokens:]
-        history.batch = history.batch_tokens = 0
-        history.branch = False
-        if self.own_lineage:
-            self.part(table, seq_id, n_tokens)
-        self._clock += 1
-        last.used = self._clock
+        self.cut(table, seq_id, n_tokens)
+        history.since, history.last = n_tokens, last  # what was left may be a checkpoint too, but not on the way here
+        self._touch(last)
         self.stats.checkpoints_used += 1
         return True
 

@@ -80,7 +80,6 @@ class Histories:
 
     def __init__(self, n_seq_max: int) -> None:
         self.seqs = [SeqHistory() for _ in range(n_seq_max)]
-        self.n_batches = 0
 
     def __getitem__(self, seq_id: int) -> SeqHistory:
         return self.seqs[seq_id]

@@ -112,8 +112,6 @@ class Rewind:
         before = table.seq_pos_max(seq_id)
         if p0 <= 0 and to_end:
             kept.leaves(table, seq_id)
-        if 0 < p0 <= before and to_end and not table.n_rs_seq:
-            return self._go_back(table, kept, seq_id, p0)  # the table can only refuse
         if seq_id not in self._lost and table.seq_rm(seq_id, p0, p1):
             after = table.seq_pos_max(seq_id)
             if after < 0 and (before >= 0 or p0 <= 0):  # it may be empty because it had lost its state
@@ -174,11 +172,7 @@ class Rewind:
         """A pin on the state that a sequence is about to leave, so that it can be had back; None if it can't."""
         if kept.own_lineage or table.tail(seq_id) == CELL_NONE:
             return None
-        held = {table.pin_cell(each.pin) for each in kept}
-        if table.tail(seq_id) not in held and len(held) >= kept.n_cells:
-            if not kept.evict(table, not_held=True, spare=base):
-                return None
-        return table.pin(seq_id)
+        return table.pin(seq_id) if kept.room_for(table, table.tail(seq_id), base) else None
 
     def _arrive(self, table: CellTable, seq_id: int, done: bool, hold: int | None) -> None:
         """A sequence is where it was to go back to; else it returns to `hold`, or has lost its state."""

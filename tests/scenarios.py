@@ -82,3 +82,20 @@ class Scenarios:
 def path_of(file: str) -> str:
     """For ``Scenarios(path_of(__file__), ...)``."""
     return str(Path(file).resolve())
+
+
+class Interrupted:
+    """Stands in for the context of a Llama: the `nth` decode succeeds, and is interrupted before it is counted."""
+
+    def __init__(self, context: Any, nth: int) -> None:
+        self._context = context
+        self._left = nth
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def decode(self, batch: Any) -> None:
+        self._context.decode(batch)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt

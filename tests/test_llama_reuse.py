@@ -16,7 +16,7 @@ from typing import Any
 
 import llama_models
 import pytest
-from scenarios import Scenarios, path_of
+from scenarios import Interrupted, Scenarios, path_of
 
 STOCK = ("exec bundled", "exec granite-hybrid")
 OURS = ("ours bundled", "ours granite-hybrid", "ours qwen35")
@@ -365,30 +365,13 @@ def a_generation_that_was_closed_or_broken_off(talk: Talk) -> None:
     talk.say(llm, prompt)
 
 
-class _Interrupted:
-    """Stands in for the context of a Llama: the `nth` decode succeeds, and is interrupted before anybody knows."""
-
-    def __init__(self, context: Any, nth: int) -> None:
-        self._context = context
-        self._left = nth
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def decode(self, batch: Any) -> None:
-        self._context.decode(batch)
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
-
-
 @scenario()
 def an_interrupt_between_the_decode_and_the_count(talk: Talk) -> None:
     prompt = talk.ids(" ".join(LINES[:2]))
     for nth in (1, 2, 4, 6, 7, 8):
         llm = talk.new(n_batch=32)
         talk.say(llm, talk.ids(LINES[3]))
-        context, llm._ctx = llm._ctx, _Interrupted(llm._ctx, nth)
+        context, llm._ctx = llm._ctx, Interrupted(llm._ctx, nth)
         try:
             talk.answer(llm, prompt)
         except KeyboardInterrupt:

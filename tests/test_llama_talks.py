@@ -17,7 +17,7 @@ from typing import Any
 
 import children
 import pytest
-from scenarios import QUIET
+from scenarios import QUIET, Interrupted
 
 TALKS = int(os.environ.get("RCACHE_TALKS", "200"))
 TEXT = (
@@ -173,23 +173,6 @@ class Hall:
         callback = self.lib.ggml_abort_callback(stop)
         self.lib.llama_set_abort_callback(llm.ctx, callback, ctypes.c_void_p(0))
         self._callbacks[id(llm)] = callback
-
-
-class Interrupted:
-    """Stands in for the context of a Llama: the `nth` decode succeeds, and is interrupted before it is counted."""
-
-    def __init__(self, context: Any, nth: int) -> None:
-        self._context = context
-        self._left = nth
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def decode(self, batch: Any) -> None:
-        self._context.decode(batch)
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
 
 
 def answer(llm: Any, prompt: Sequence[int], n: int) -> list[int]:
