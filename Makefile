@@ -14,7 +14,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install -q --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
-NATIVE := $(wildcard native/*.py native/*.c native/*.h rcache_plugin/include/*.h) pyproject.toml setup.py
+NATIVE := $(wildcard native/*.py native/*.c native/*.h rcache_plugin/capi/include/*.h) pyproject.toml setup.py
 BUILT  := rcache_plugin/_rcache*.so rcache_plugin/_rcache.c rcache_plugin/_rcache.o
 SAY    := @printf 'rcache: %s\n'
 
@@ -54,19 +54,19 @@ test: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/llama $(STAMPS)/test
 test-fuzz: $(STAMPS)/package $(STAMPS)/test
 	$(SAY) 'running the state machine of the cell table for $(EXAMPLES) examples: about an hour on one core'
 	@RCACHE_EXAMPLES=$(EXAMPLES) RCACHE_CHECKPOINT_EXAMPLES=$$(($(EXAMPLES) / 10)) $(PY) -m pytest --timeout=0 \
-		-o faulthandler_timeout=0 tests/test_slots_stress.py tests/test_checkpoint.py $(PYTEST_ARGS)
+		-o faulthandler_timeout=0 tests/cells/test_slots_stress.py tests/checkpoints/test_checkpoints.py $(PYTEST_ARGS)
 
 test-fuzz-state: $(STAMPS)/package $(STAMPS)/ggml $(STAMPS)/test
 	$(SAY) 'restoring $(STATE_EXAMPLES) damaged states in Python and as many through C: 10 minutes to half an hour on one core'
-	@RCACHE_STATE_EXAMPLES=$(STATE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_state_fuzz.py $(PYTEST_ARGS)
+	@RCACHE_STATE_EXAMPLES=$(STATE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/states/test_state_fuzz.py $(PYTEST_ARGS)
 
 test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'running $(ORACLE_EXAMPLES) sequences of operations on the cell table and on the class of llama.cpp: about half an hour'
-	@RCACHE_ORACLE_EXAMPLES=$(ORACLE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_llama_oracle.py
+	@RCACHE_ORACLE_EXAMPLES=$(ORACLE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_oracle.py
 
 test-talks: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'holding $(TALKS) random conversations in llama-cpp-python: about 15 minutes'
-	@RCACHE_TALKS=$(TALKS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/test_llama_talks.py $(PYTEST_ARGS)
+	@RCACHE_TALKS=$(TALKS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_talks.py $(PYTEST_ARGS)
 
 test-archs: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'comparing with stock on a tiny model of every recurrent architecture: builds their generator first, about 10 minutes'

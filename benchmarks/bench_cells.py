@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rcache_plugin import CacheSpec, CellTable, RecurrentCache, UBatch, plan_slots
-from rcache_plugin.slots import commit
+from rcache_plugin.cells.slots import commit
 
 SPEC = CacheSpec.make([4], [4])
 

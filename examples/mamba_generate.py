@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 
 from rcache_plugin.hosts.mamba import MambaContext, MambaModel, bundled_model
-from rcache_plugin.hosts.sampling import sample
+from rcache_plugin.hosts.mamba.sampling import sample
 
 parser = argparse.ArgumentParser(description="Continue a text with a Mamba.")
 parser.add_argument("model", nargs="?", default=bundled_model(), help="GGUF file (default: the bundled model)")

@@ -7,7 +7,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
-INCLUDE = ROOT / "rcache_plugin" / "include"
+INCLUDE = ROOT / "rcache_plugin" / "capi" / "include"
 NATIVE = ROOT / "native"
 
 ffibuilder = FFI()
@@ -23,8 +23,8 @@ ffibuilder.set_source(
     sources=["native/rcache.c"],
     include_dirs=[str(INCLUDE), str(NATIVE)],
     depends=[
-        "rcache_plugin/include/rcache_plugin.h",
-        "rcache_plugin/include/rcache_decl.h",
+        "rcache_plugin/capi/include/rcache_plugin.h",
+        "rcache_plugin/capi/include/rcache_decl.h",
         "native/rcache_handle.h",
         "native/rcache_callbacks.h",
     ],

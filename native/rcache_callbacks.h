@@ -1,4 +1,4 @@
-/* Implemented in Python (rcache_plugin/vtable.py), called by native/rcache.c. Read by cffi as well. `key` names the
+/* Implemented in Python (rcache_plugin/capi/vtable.py), called by native/rcache.c. Read by cffi as well. `key` names the
  * Python object; each answers with a status and lets no exception out. */
 
 int32_t rcache_py_create(uint64_t key, const struct rcache_spec * spec, const struct rcache_vtable ** table);

@@ -5,27 +5,28 @@ The public names are loaded when they are first used; importing the package load
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ._lazy import lazy_names
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Batch": "batch",
-    "CacheSpec": "spec",
-    "CellTable": "cells",
-    "GgmlLib": "ggml_lib",
-    "HostVTable": "vtable",
-    "RcacheError": "errors",
-    "RecurrentCache": "cache",
-    "SlotPlan": "slots",
-    "StateBuffers": "buffers",
-    "TableClient": "table_client",
-    "UBatch": "ubatch",
-    "factory_address": "vtable",
-    "plan_slots": "slots",
-    "split_equal": "batch",
-    "split_seq": "batch",
+    "Batch": ".cells.batch",
+    "CacheSpec": ".cells.spec",
+    "CellTable": ".cells.table",
+    "GgmlLib": ".memory.ggml",
+    "HostVTable": ".capi.vtable",
+    "RcacheError": ".errors",
+    "RecurrentCache": ".cache",
+    "SlotPlan": ".cells.slots",
+    "StateBuffers": ".memory.buffers",
+    "TableClient": ".capi.client",
+    "UBatch": ".cells.ubatch",
+    "factory_address": ".capi.vtable",
+    "plan_slots": ".cells.slots",
+    "split_equal": ".cells.batch",
+    "split_seq": ".cells.batch",
 }
 
 __all__ = [
@@ -48,26 +49,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .batch import Batch, split_equal, split_seq
-    from .buffers import StateBuffers
     from .cache import RecurrentCache
-    from .cells import CellTable
+    from .capi.client import TableClient
+    from .capi.vtable import HostVTable, factory_address
+    from .cells.batch import Batch, split_equal, split_seq
+    from .cells.slots import SlotPlan, plan_slots
+    from .cells.spec import CacheSpec
+    from .cells.table import CellTable
+    from .cells.ubatch import UBatch
     from .errors import RcacheError
-    from .ggml_lib import GgmlLib
-    from .slots import SlotPlan, plan_slots
-    from .spec import CacheSpec
-    from .table_client import TableClient
-    from .ubatch import UBatch
-    from .vtable import HostVTable, factory_address
+    from .memory.buffers import StateBuffers
+    from .memory.ggml import GgmlLib
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .cells import CellTable
-from .checkpoint import Checkpoint, CheckpointPolicy, CheckpointStore, DefaultPolicy, Stats
+from .cells.slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_next, plan_slots
+from .cells.spec import CacheSpec, Which
+from .cells.table import CellTable
+from .cells.ubatch import CELL_NONE, SEQ_ANY, Int32Array, UBatch
+from .checkpoints.history import token_array
+from .checkpoints.rollback import Replay, Rewind
+from .checkpoints.store import Checkpoint, CheckpointPolicy, CheckpointStore, DefaultPolicy, Stats
 from .errors import ClosedError, InvalidArgument, Unsupported
-from .history import token_array
-from .restore import find_room, set_rows, take_rows
-from .rewind import Replay, Rewind
-from .slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard, plan_next, plan_slots
-from .spec import CacheSpec, Which
-from .state_file import (
+from .states.file import (
     Header,
     Saving,
     Tokens,
@@ -32,7 +32,7 @@ from .state_file import (
     read_payload,
     spec_fields,
 )
-from .state_io import (
+from .states.image import (
     FLAG_ON_DEVICE,
     Column,
     MemoryReader,
@@ -47,11 +47,11 @@ from .state_io import (
     write_state,
     writer_to,
 )
-from .ubatch import CELL_NONE, SEQ_ANY, Int32Array, UBatch
+from .states.restore import find_room, set_rows, take_rows
 
 if TYPE_CHECKING:
-    from .buffers import StateBuffers
-    from .ggml_lib import GgmlLib
+    from .memory.buffers import StateBuffers
+    from .memory.ggml import GgmlLib
 
 
 class PlanObserver(Protocol):
@@ -145,8 +145,8 @@ class RecurrentCache:
         self._prepared: deque[tuple[UBatch, SlotPlan]] = deque()
         self._plan: SlotPlan | None = None
         if allocate:
-            from .buffers import StateBuffers
-            from .ggml_lib import GgmlLib
+            from .memory.buffers import StateBuffers
+            from .memory.ggml import GgmlLib
 
             self._ggml = ggml if ggml is not None else GgmlLib.find()
             self.buffers = StateBuffers(self._ggml, spec, self.table.size * (1 + n_rs_seq), **self._where)
@@ -448,7 +448,7 @@ class RecurrentCache:
             n_cells += self.checkpoint_cells
             moves = dict(target.resize(n_cells, n_seq_max))
             if self.buffers is not None:
-                from .buffers import StateBuffers
+                from .memory.buffers import StateBuffers
 
                 n_rows = n_cells * (1 + self.table.n_rs_seq)
                 larger = StateBuffers(self._ggml, self.spec, n_rows, **self._where)
@@ -571,7 +571,7 @@ class RecurrentCache:
 
     @property
     def replay(self) -> Replay | None:
-        """What the host has registered for reading tokens again; see `rewind.Replay`."""
+        """What the host has registered for reading tokens again; see `rollback.Replay`."""
         return self._back.replay
 
     @replay.setter
@@ -636,7 +636,7 @@ class RecurrentCache:
             return state_bytes(self._open(), self.spec, seq_id)
 
     def state_write(self, writer: Any, seq_id: int = SEQ_ANY, flags: int = 0) -> None:
-        """Writes the state of one sequence, or of the whole cache, in llama.cpp's format (see `state_io`).
+        """Writes the state of one sequence, or of the whole cache, in llama.cpp's format (see `states.image`).
 
         `writer` has ``write(bytes)``, as a binary file has, or is memory of at least `state_size` bytes; one that also
         has ``write_rows`` is given the rows' places instead of their bytes. `flags` are llama.cpp's; none of them
@@ -702,7 +702,7 @@ class RecurrentCache:
         *,
         checkpoints: bool = True,
     ) -> None:
-        """Saves the state of one sequence, or of the whole cache, in a file of our own (see `state_file`).
+        """Saves the state of one sequence, or of the whole cache, in a file of our own (see `states.file`).
 
         `tokens` are kept with it: those of the sequence, or by sequence, ``{seq_id: [token, ...]}``; by default those
         that the cache knows. With `checkpoints` the states that these sequences may go back to are saved too (not with

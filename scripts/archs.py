@@ -2,8 +2,9 @@
 
 llama.cpp's source distribution has a program that writes such models (tests/test-llama-archs.cpp). It is compiled here
 against the headers of the installed version and linked to the installed libraries, which takes under a minute; the few
-functions of llama.cpp's tools that it logs with are ours. RWKV, which it leaves out, comes from tests/llama_models.py.
-The scripts are those of tests/test_llama_parity.py; the table goes into docs/parity.md.
+functions of llama.cpp's tools that it logs with are ours. RWKV, which it leaves out, comes from
+tests/support/llama_models.py. The scripts are those of tests/hosts/llama/test_llama_parity.py; the table goes into
+docs/parity.md.
 
     python scripts/archs.py [--work build/archs] [--table docs/parity.md] [--only REGEX]
 """
@@ -27,15 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import children  # noqa: E402
 import llama_child  # noqa: E402
 import llama_models  # noqa: E402
 import llama_scripts  # noqa: E402
 
-from rcache_plugin.llama_headers import ENV_SDIST  # noqa: E402
-from rcache_plugin.llama_install import find_install  # noqa: E402
+from rcache_plugin.hosts.llama.adapter.found import find_install  # noqa: E402
+from rcache_plugin.hosts.llama.adapter.headers import ENV_SDIST  # noqa: E402
 
 SUPPORT = """
 #include "common.h"
@@ -290,14 +291,14 @@ def _table(rows: Sequence[Row], version: str) -> str:
         f"llama-cpp-python {version}, {datetime.date.today():%Y-%m-%d}, {platform.system()} {platform.machine()}, "
         f"Python {platform.python_version()}; written by `make test-archs`.",
         "",
-        "Each model ran the scripts of `tests/llama_scripts.py` in a process with llama.cpp's own class and in one",
-        "with ours: prompts over several ubatches, sequences of different length together and in turn, forks, removal,",
-        "shifts, states of all and of one sequence, embeddings in and out, rollback, several contexts, seeded mixes.",
+        "Each model ran the scripts of `tests/support/llama_scripts.py` in a process with llama.cpp's own class and in",
+        "one with ours: prompts over several ubatches, sequences of different length together and in turn, forks,",
+        "removal, shifts, states of all and of one sequence, embeddings in and out, rollback, several contexts, mixes.",
         "*Equal*: logits and embeddings to the last bit, and so are positions and return values after every operation;",
         "the bytes of all states too, but for the sign of zeros that no token has overwritten yet.",
         "",
         f"**{equal} of {len(rows)} models are equal.** The first ones were written by llama.cpp's own generator, the",
-        "others by `tests/llama_models.py`.",
+        "others by `tests/support/llama_models.py`.",
         "",
         "| model | architecture | kind | scripts | result |",
         "| --- | --- | --- | ---: | --- |",

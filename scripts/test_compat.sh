@@ -2,7 +2,7 @@
 # Runs the tests of the llama.cpp host with another version of llama-cpp-python: sh scripts/test_compat.sh 0.3.34
 #
 # Builds that version in a virtual environment of its own, build/compat-VERSION (6 to 12 minutes on two cores the first
-# time), installs this package there as a wheel, and runs tests/test_llama_*.py away from the checkout, so that nothing
+# time), installs this package there as a wheel, and runs tests/hosts/llama away from the checkout, so that nothing
 # but the wheel is tested. Writes one line for the version into docs/compat-results.md and ends with pytest's exit status.
 # Knobs: PYTHON=python3.12, CMAKE_ARGS for llama.cpp, PYTEST_ARGS="-k build -x" (such a run is not written down).
 set -eu
@@ -46,7 +46,7 @@ cp -R tests examples benchmarks docs scripts requirements pyproject.toml README.
 say "running the tests of the llama.cpp host with llama-cpp-python $version"
 status=0
 # shellcheck disable=SC2086
-(cd "$top/run" && "$venv/bin/pytest" ${PYTEST_ARGS:-} tests/test_llama_*.py) >"$top/pytest.log" 2>&1 || status=$?
+(cd "$top/run" && "$venv/bin/pytest" ${PYTEST_ARGS:-} tests/hosts/llama) >"$top/pytest.log" 2>&1 || status=$?
 tail -n 25 "$top/pytest.log"
 
 summary=$(tail -n 1 "$top/pytest.log" | tr -d '=|' | sed 's/^ *//; s/ *$//')

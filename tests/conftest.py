@@ -36,14 +36,14 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def build_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any) -> Path:
     """A cache folder of the test's own, the small adapter, and the small source distribution."""
-    from rcache_plugin import llama_build, llama_cache, llama_headers, llama_install
+    from rcache_plugin.hosts.llama.adapter import build, folders, found, headers
 
-    for name in ("CXX", llama_install.ENV_ANY_VERSION, llama_install.ENV_LIB_PATH, "LD_BIND_NOW"):
+    for name in ("CXX", found.ENV_ANY_VERSION, found.ENV_LIB_PATH, "LD_BIND_NOW"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "cache"
-    monkeypatch.setenv(llama_cache.ENV_CACHE_DIR, str(folder))
-    monkeypatch.setenv(llama_headers.ENV_SDIST, str(kit.sdist))
-    monkeypatch.setattr(llama_build, "ADAPTER", kit.adapter)
+    monkeypatch.setenv(folders.ENV_CACHE_DIR, str(folder))
+    monkeypatch.setenv(headers.ENV_SDIST, str(kit.sdist))
+    monkeypatch.setattr(build, "ADAPTER", kit.adapter)
     return folder
 
 

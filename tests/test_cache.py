@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tables import same_columns
 
-import rcache_plugin.slots
+import rcache_plugin.cells.slots
 from rcache_plugin import CacheSpec, RecurrentCache, UBatch
 from rcache_plugin.errors import (
     AllocationError,
@@ -128,7 +128,7 @@ def test_a_host_that_keeps_the_rows_itself_is_asked_for_no_moves() -> None:
 
 def test_prepared_plans_are_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = rcache_plugin.slots.plan_slots
+    real = rcache_plugin.cells.slots.plan_slots
 
     def counted(*args: object) -> object:
         made.append(args)
@@ -204,7 +204,7 @@ def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         for bad in ({"n_cells": 2}, {"n_cells": 8, "n_seq_max": 3}, {"n_cells": 0}, {"n_cells": 1 << 50}):
             with pytest.raises(InvalidArgument):
                 cache.resize(**bad)
-        monkeypatch.setattr("rcache_plugin.buffers.StateBuffers", no_memory)
+        monkeypatch.setattr("rcache_plugin.memory.buffers.StateBuffers", no_memory)
         with pytest.raises(AllocationError):
             cache.resize(8)
         assert same_columns(cache.table.columns(), columns)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-import rcache_plugin
 from rcache_plugin import errors
+from rcache_plugin.capi import INCLUDE
 from rcache_plugin.errors import RcacheError, SeqIdError, Status, check, status_of
 
-HEADER = Path(rcache_plugin.__file__).parent / "include" / "rcache_decl.h"
+HEADER = INCLUDE / "rcache_decl.h"
 
 
 def statuses_of_the_header() -> dict[str, int]:

@@ -21,10 +21,10 @@ TINY_USE = """
 import rcache_plugin
 from rcache_plugin import _rcache
 from rcache_plugin.cache import RecurrentCache
-from rcache_plugin.spec import CacheSpec
-from rcache_plugin.table_client import TableClient
-from rcache_plugin.ubatch import UBatch
-from rcache_plugin.vtable import HostVTable
+from rcache_plugin.cells.spec import CacheSpec
+from rcache_plugin.capi.client import TableClient
+from rcache_plugin.cells.ubatch import UBatch
+from rcache_plugin.capi.vtable import HostVTable
 
 with RecurrentCache(CacheSpec.mamba(2, 8, 4, 4), 4, allocate=False) as cache:
     table = HostVTable(cache)
@@ -95,13 +95,13 @@ def python(installed: Path, *args: str, cwd: Path) -> str:
 def test_wheel_has_headers_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
-        "rcache_plugin/include/rcache_decl.h",
-        "rcache_plugin/include/rcache_plugin.h",
+        "rcache_plugin/capi/include/rcache_decl.h",
+        "rcache_plugin/capi/include/rcache_plugin.h",
         "rcache_plugin/py.typed",
         "rcache_plugin-0.1.0.dist-info/licenses/LICENSE",
     } <= names
     assert any(re.fullmatch(r"rcache_plugin/_rcache\..*(so|pyd)", name) for name in names)
-    assert any(name.startswith("rcache_plugin/models/") and name.endswith(".gguf") for name in names)
+    assert any(name.startswith("rcache_plugin/hosts/mamba/models/") and name.endswith(".gguf") for name in names)
     assert all(name.startswith(("rcache_plugin/", "rcache_plugin-0.1.0.dist-info/")) for name in names)
 
 
@@ -149,7 +149,7 @@ def test_sdist_has_what_a_build_needs_and_builds(source: Path, tmp_path: Path) -
         names = {name.removeprefix(f"{top}/") for name in tar.getnames()}
         tar.extractall(tmp_path, filter="data") if hasattr(tarfile, "data_filter") else tar.extractall(tmp_path)
     native = {p.relative_to(ROOT).as_posix() for p in (ROOT / "native").rglob("*") if p.suffix in (".c", ".h", ".py")}
-    assert native | {"rcache_plugin/include/rcache_decl.h", "rcache_plugin/include/rcache_plugin.h"} <= names
+    assert native | {"rcache_plugin/capi/include/rcache_decl.h", "rcache_plugin/capi/include/rcache_plugin.h"} <= names
     assert {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "setup.py"} <= names
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc")) or name.endswith("_rcache.c")]
     # pip would keep a wheel of a folder whose name has a version in it.

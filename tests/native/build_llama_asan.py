@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import llama_models
 
-from rcache_plugin.llama_build import ADAPTER, Compiler, compile_object
-from rcache_plugin.llama_headers import get_headers
-from rcache_plugin.llama_install import find_install
+from rcache_plugin.hosts.llama.adapter.build import ADAPTER, Compiler, compile_object
+from rcache_plugin.hosts.llama.adapter.found import find_install
+from rcache_plugin.hosts.llama.adapter.headers import get_headers
 
 folder = Path(sys.argv[1])
 headers = get_headers(find_install().release, progress=None)

@@ -9,7 +9,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 flags="-std=gnu11 -Wall -Wextra -g -O1 -fPIC -fno-omit-frame-pointer"
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-include="-I$root/rcache_plugin/include -I$root/native"
+include="-I$root/rcache_plugin/capi/include -I$root/native"
 
 # a copy of the package whose extension module is instrumented
 cp -r "$root/rcache_plugin" "$work/rcache_plugin"

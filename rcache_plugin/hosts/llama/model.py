@@ -1,0 +1,280 @@
+"""`Llama`, a drop-in for `llama_cpp.Llama` that reads no prompt twice. Imported after `hosts.llama.install` only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from ...cache import RecurrentCache
+from ...capi.vtable import AwaitErrors, take_pending
+from ...checkpoints.history import common_prefix
+from .host import context_options
+from .options import PROMPT_TAIL_FROM, Options
+
+log = logging.getLogger(__name__)
+
+LEAST_PART = 32
+"""A prompt is read up to a place worth a checkpoint, and then on, when that place is at least so many tokens away."""
+_OPTIONS = tuple(field.name for field in fields(Options))
+
+
+class Llama(llama_cpp.Llama):  # type: ignore[misc]
+    """`llama_cpp.Llama` on this package's cache: the same arguments, and the fields of `hosts.llama.Options` besides.
+
+    `rcache` is the `RecurrentCache` of its context; None for a model without recurrent layers. With cells for
+    checkpoints (the default) prompts go on from whatever state of an earlier one fits, also after `reset`, and from
+    another conversation; hybrid models go on from the last conversation only, because their attention half does.
+    """
+
+    rcache: RecurrentCache | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in _OPTIONS if kwargs.get(name) is not None}
+        for name in _OPTIONS:
+            kwargs.pop(name, None)
+        self._given = given
+        self._borders: tuple[list[int], list[int]] = [], []  # of messages in a prompt to come, and that prompt
+        with context_options(**given) as made:
+            super().__init__(*args, **kwargs)
+        self.rcache = made[-1] if made else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **self._given}
+
+    # what is there
+
+    @property
+    def _keeps(self) -> bool:
+        return self.rcache is not None and self.rcache.checkpoint_cells > 0 and not self.rcache.closed
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether a state of any conversation will do."""
+        return self._keeps and self.rcache is not None and not self.rcache.own_lineage
+
+    # llama_cpp.Llama's own
+
+    def reset(self) -> None:
+        """As `llama_cpp.Llama.reset`. Checkpoints stay, unless the model is a hybrid."""
+        if not self._crosses:
+            super().reset()
+            return
+        self.n_tokens = 0
+        self._requires_eval = True
+        llama_cpp.llama_memory_clear(self._ctx.memory, False)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`. The last token of a prompt is read by itself.
+
+        After a step that failed or was interrupted the context is brought to where `n_tokens` says first. What an error
+        of the cache was stands as the ``__cause__`` of the `RuntimeError`.
+        """
+        self._agree()
+        # in pure models the adapter does it too, for batches that are long enough
+        split = not self._crosses or len(tokens) % self.n_batch < PROMPT_TAIL_FROM
+        if self._keeps and len(tokens) >= PROMPT_TAIL_FROM and split:
+            self._eval(tokens[:-1])
+            self._eval(tokens[-1:])
+        else:
+            self._eval(tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`; what an error of the cache was stands as the ``__cause__`` of its `RuntimeError`.
+
+        An interrupt that hit the cache's code is raised as itself.
+        """
+        if self.rcache is None:
+            super().eval(tokens)
+            return
+        try:
+            with AwaitErrors():
+                super().eval(tokens)
+        except RuntimeError as error:
+            cause = take_pending(self.rcache)
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
+            raise error from cause
+        cause = take_pending(self.rcache)
+        if cause is not None:  # llama.cpp went on all the same
+            log.error("a call of llama.cpp's failed: %s", cause, exc_info=cause)
+
+    def save_state(self) -> Any:
+        """As `llama_cpp.Llama.save_state`."""
+        self._agree()
+        return super().save_state()
+
+    def load_state(self, state: Any) -> None:
+        """As `llama_cpp.Llama.load_state`; the cache is told what the state has read."""
+        super().load_state(state)
+        cache = self.rcache
+        if cache is not None and self._keeps and cache.seq_pos_max(0) == self.n_tokens - 1:
+            cache.set_tokens(0, self.input_ids[: self.n_tokens])
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        """As `llama_cpp.Llama.generate`, from the longest part of `tokens` that any state has read."""
+        prompt = list(tokens)
+        reset = args[6] if len(args) > 6 else kwargs.get("reset", True)
+        (borders, bordered), self._borders = self._borders, ([], [])
+        cache = self.rcache
+        if cache is None or not self._keeps or not prompt:
+            yield from super().generate(prompt, *args, **kwargs)
+            return
+        before = cache.stats()
+        if reset:
+            self._prepare(cache, prompt, borders if bordered == prompt else [])
+        n_asked = len(prompt)
+        with contextlib.closing(super().generate(prompt, *args, **kwargs)) as steps:
+            try:
+                token = next(steps)
+            except StopIteration:
+                return
+            finally:
+                self._report(cache, n_asked, before)
+            while True:
+                sent = yield token
+                try:
+                    token = steps.send(sent)
+                except StopIteration:
+                    return
+
+    def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `llama_cpp.Llama.create_chat_completion`; the borders of the messages are places to come back to."""
+        if self._keeps:
+            self._borders = self._find_borders(list(messages), kwargs)
+        return super().create_chat_completion(messages, *args, **kwargs)
+
+    # being where `n_tokens` says
+
+    def _agree(self) -> None:
+        """Lets the context have read what `n_tokens` counts: a step may have failed, or ended before it was counted."""
+        cache = self.rcache
+        if cache is None or not self._keeps or cache.seq_pos_max(0) == self.n_tokens - 1:
+            return
+        wanted = self.input_ids[: self.n_tokens].copy()
+        known, at = cache.tokens(0), cache.seq_pos_max(0) + 1
+        self._ctx.kv_cache_seq_rm(0, self.n_tokens, -1)
+        if len(known) < at or (at == 0 and 0 < len(known) < self.n_tokens):
+            return  # it has read more than text (an image), which can't be read again from here
+        at = cache.seq_pos_max(0) + 1
+        if at != self.n_tokens:
+            log.debug("no way back to %d tokens, they are read anew", self.n_tokens)
+            if 0 < at < len(wanted) and np.array_equal(cache.tokens(0), wanted[:at]):
+                self.n_tokens = at
+            else:
+                self.reset()
+            super().eval(wanted[self.n_tokens :].tolist())
+            self._requires_eval = True
+
+    # reading no prompt twice
+
+    def _prepare(self, cache: RecurrentCache, prompt: list[int], borders: list[int]) -> None:
+        """Brings the context to the longest known part of the prompt, and on to places worth a checkpoint."""
+        most = len(prompt) - 1  # the last token has to be read for its logits
+        at = cache.seq_pos_max(0) + 1
+        if at > self.n_tokens or at == 0:
+            self._requires_eval = True  # the logits that are there may be of a token that was never counted
+        live = common_prefix(self._input_ids, prompt)
+        if live == len(prompt) == self.n_tokens and not self._requires_eval:
+            return  # read whole already
+        at = cache.resume(0, prompt[:most])
+        if not at:
+            # the context may have read more than this object has seen: a state that was loaded
+            at = self._go_back(cache, min(max(live, common_prefix(cache.tokens(0), prompt)), most))
+        if at:
+            self.input_ids[:at] = prompt[:at]
+            self.n_tokens = at
+            self._requires_eval = True
+        places = [*borders, cache.known_prefix(prompt[:most]) if self._crosses else 0]
+        for place in sorted({each for each in places if at + LEAST_PART <= each < most}):
+            if not at:
+                self.reset()
+            self._eval(prompt[at:place])
+            cache.mark(0)
+            at = place
+
+    def _go_back(self, cache: RecurrentCache, n_tokens: int) -> int:
+        """Goes back to at most `n_tokens` of the tokens read: returns how many these are, 0 if there is no way."""
+        if n_tokens and self._ctx.kv_cache_seq_rm(0, n_tokens, -1):
+            return n_tokens if cache.seq_pos_max(0) == n_tokens - 1 else 0
+        nearest = cache.nearest(seq_id=0, pos=n_tokens - 1) if n_tokens else None
+        if nearest is not None and self._ctx.kv_cache_seq_rm(0, nearest.n_tokens, -1):
+            return nearest.n_tokens
+        return 0
+
+    def _report(self, cache: RecurrentCache, n_asked: int, before: Any) -> None:
+        after = cache.stats()
+        read = after.tokens_read - before.tokens_read
+        replayed = after.tokens_replayed - before.tokens_replayed
+        reused = max(n_asked - read - replayed, 0)
+        cache.count_prompt(n_asked, reused)
+        if self.verbose:
+            print(
+                f"rcache: prompt of {n_asked} tokens: {reused} reused, {replayed} replayed, {read} read; "
+                f"{after.checkpoints} checkpoints in {after.bytes / 2**20:.1f} MiB",
+                file=sys.stderr,
+            )
+
+    def _find_borders(self, messages: list[Any], kwargs: Any) -> tuple[list[int], list[int]]:
+        """Tokens before the last message and after a leading system message, as the chat template renders them, and
+        the prompt that it makes of all.
+        """
+        starts = {len(messages) - 1}
+        if messages and messages[0].get("role") == "system":
+            starts.add(1)
+        rendered = [self._render(messages[:n], kwargs) for n in sorted(starts | {len(messages)}) if n > 0]
+        whole = rendered.pop() if rendered else None
+        if whole is None:
+            return [], []
+        shared = {common_prefix(part, whole) for part in rendered if part}
+        return sorted(shared - {0}), whole
+
+    def _render(self, messages: list[Any], kwargs: Any) -> list[int] | None:
+        """The prompt that a chat handler makes of `messages`; None when it makes none of these alone."""
+        handler = (
+            self.chat_handler
+            or self._chat_handlers.get(self.chat_format)
+            or llama_cpp.llama_chat_format.get_chat_completion_handler(self.chat_format)
+        )
+        try:
+            handler(llama=_Listener(self), messages=messages, **{**kwargs, "stream": False})
+        except _Prompt as found:
+            return found.tokens
+        except Exception as error:  # templates may refuse a part of a conversation, in their own ways
+            log.debug("the chat template makes no prompt of the first %d messages: %s", len(messages), error)
+        return None
+
+
+class _Prompt(BaseException):
+    """The prompt that a chat handler was about to complete; no error, so that no handler catches it."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
+class _Listener:
+    """Stands in for a `Llama` before a chat handler, to learn what prompt it makes."""
+
+    _REFUSED = frozenset(("_batch", "_ctx", "ctx", "eval", "generate", "load_state", "reset", "sample", "set_cache"))
+    """Handlers of images read them on the way to the prompt; nothing is to be read here."""
+
+    def __init__(self, llama: Llama) -> None:
+        self._llama = llama
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._REFUSED:
+            raise AttributeError(f"the prompt is only asked for: no {name} here")
+        return getattr(self._llama, name)
+
+    def create_completion(self, prompt: Any, **_: Any) -> Any:
+        """Tells the prompt instead of completing it."""
+        if isinstance(prompt, str):
+            prompt = self._llama.tokenize(prompt.encode("utf-8"), add_bos=True, special=True)
+        raise _Prompt(list(prompt))

@@ -1,0 +1,41 @@
+"""How the caches of llama-cpp-python's contexts work: what `install` and `Llama` take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...cells.slots import COMPACT
+from ...checkpoints.store import default_checkpoint_cells
+
+PROMPT_TAIL, PROMPT_TAIL_FROM = 1, 32
+"""With checkpoints: the last token of a prompt is read by itself when the prompt has at least so many, so that there is
+a state of just before it for those who ask the same again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the caches of contexts made from now on work."""
+
+    placement: str = COMPACT
+    """``"compact"`` (bystanders are not copied) or ``"classic"`` (llama.cpp's, cell for cell)."""
+    consecutive_seq_ids: bool = False
+    """Whether a ubatch holds consecutive sequence ids only, as llama.cpp splits it. Hybrid models are always split as
+    llama.cpp splits them: their attention half needs it."""
+    spare_cells: int = 0
+    """Cells beyond one for each sequence."""
+    checkpoint_cells: int | None = None
+    """Cells for checkpoints; 0: none are made, and a sequence can't go back. None: `checkpoint_bytes` decides."""
+    checkpoint_bytes: int | None = None
+    """Memory for checkpoints. None: 16 cells, or as many as 256 MiB hold, but at least 2."""
+    checkpoint_interval: int = 512
+    """Tokens between two checkpoints of a long text."""
+    max_replay: int | None = None
+    """The most tokens that are read again when a sequence goes back to where no checkpoint is; None: no limit."""
+
+    def cells_for_checkpoints(self, cell_bytes: int) -> int:
+        """How many cells of `cell_bytes` bytes checkpoints get."""
+        if self.checkpoint_cells is not None:
+            return self.checkpoint_cells
+        if self.checkpoint_bytes is not None:
+            return self.checkpoint_bytes // max(cell_bytes, 1)
+        return default_checkpoint_cells(cell_bytes)

@@ -1,0 +1,1 @@
+"""The bytes of the states on their devices. The only room that knows ggml."""

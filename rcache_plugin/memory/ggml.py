@@ -1,0 +1,610 @@
+"""Finds a ggml that is there already, and makes every foreign ggml call of the package.
+
+Neither ``ggml`` nor ``llama_cpp`` is imported: their folders are looked up, and on Linux the libraries that this
+process has mapped are read from ``/proc/self/maps``. Elsewhere, modules that are imported already tell their folder.
+
+ggml aborts the process when a call makes no sense to it. So the methods here are not a second public API of ggml:
+they are what `buffers` needs, and the callers check shapes, ranges and sizes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import AllocationError, BackendError, GgmlNotFound, InvalidArgument
+from ._ffi import BASE_FUNCTIONS, REGISTRY_FUNCTIONS, function_names, ggml_ffi
+
+ENV_VAR = "RCACHE_GGML"
+"""Environment variable that names a ggml library file or the folder of one."""
+
+_PACKAGES = ("ggml", "llama_cpp")
+# libggml-base.so, libggml-base.so.0, libggml-base.so.0.25.3, libggml-base.dylib, libggml-base.0.dylib, ggml-base.dll
+_LIB_NAME = re.compile(r"(?:lib)?(ggml(?:-base)?)((?:\.so(?:\.\d+)*)|(?:(?:\.\d+)*\.dylib)|(?:\.dll))")
+_MAPS = Path("/proc/self/maps")
+_ENDPOINT = re.compile(r"([^\s:\[\]]+):(\d{1,5})")
+_RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
+_RTLD_NODELETE = getattr(os, "RTLD_NODELETE", 0)
+_MAX_BYTES = 1 << 62  # keeps every sum of sizes inside ggml's size_t and int64_t
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that a ggml build has registered."""
+
+    name: str
+    """As ggml calls it: ``CPU``, ``CUDA0``, ``Metal``, ``RPC0``."""
+    description: str
+    kind: str
+    """``CPU``, ``GPU``, ``IGPU``, ``ACCEL``, ``META``, or ``TYPE<n>`` for a kind that is new to this package."""
+    memory_free: int
+    """Bytes, as the device tells; 0 when it does not."""
+    memory_total: int
+    """Bytes, as the device tells; 0 when it does not."""
+    handle: Any = field(repr=False, compare=False)
+    """``ggml_backend_dev_t``."""
+
+
+class GgmlLib:
+    """One opened ggml: ``libggml-base`` (tensors, buffers) and ``libggml`` (the registry of devices).
+
+    Make it with `find`, `open` or `from_handle`. The libraries stay in the process until it ends, since tensors, buffer
+    types and devices point into them.
+    """
+
+    path: Path | None
+    """File of ``libggml-base``; None when it came as a handle."""
+    registry_path: Path | None
+    """File of ``libggml``; None when it came as a handle."""
+    version: str
+    """What ``ggml_version`` says; empty for a build that has no such function."""
+    commit: str
+    """What ``ggml_commit`` says; empty for a build that has no such function."""
+
+    def __init__(self, base: Any, registry: Any, path: Path | None, registry_path: Path | None) -> None:
+        """Takes opened cffi libraries. Raises `GgmlNotFound` naming the functions that they lack."""
+        self.ffi = ggml_ffi()
+        self.path = path
+        self.registry_path = registry_path
+        _require(base, BASE_FUNCTIONS, path)
+        _require(registry, REGISTRY_FUNCTIONS, registry_path)
+        self._base = base
+        self._registry = registry
+        self.version = self._optional_text("ggml_version")
+        self.commit = self._optional_text("ggml_commit")
+
+    def __repr__(self) -> str:
+        return f"<GgmlLib {self.path or 'from a handle'} version {self.version or 'unknown'}>"
+
+    # -- finding and opening ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(cls, where: str | os.PathLike[str] | None = None) -> GgmlLib:
+        """The ggml of `where` (a file or a folder), or else of the first of these places that has one:
+
+        the environment variable ``RCACHE_GGML`` (file or folder); the ggml that this process has mapped; the installed
+        package ggml-python; the installed package llama-cpp-python.
+
+        Raises `GgmlNotFound` with the places looked at, or, when several different copies of ggml are mapped, with
+        their paths: tensors of one copy mean nothing to another, so the caller has to choose; or when a library lacks
+        a function.
+        """
+        if where is None:
+            where = os.environ.get(ENV_VAR) or None
+            named = ENV_VAR
+        else:
+            named = "where"
+        if where is not None:
+            pair = _pair_at(Path(where))
+            if pair is None:
+                raise GgmlNotFound(f"no ggml library at {Path(where)} (given by {named})")
+            return cls.open(*pair)
+
+        mapped = _mapped_bases()
+        if len(mapped) > 1:
+            raise GgmlNotFound(
+                "several copies of ggml are mapped into this process: "
+                + ", ".join(str(path) for path in mapped)
+                + f"; name the one to use (GgmlLib.find(where), or {ENV_VAR})"
+            )
+        folders = [folder for package in _PACKAGES for folder in _package_folders(package)]
+        for pair in (*map(_pair_at, mapped), *map(_pair_in, folders)):
+            if pair is not None:
+                return cls.open(*pair)
+        missing = [f"package {package} (not installed)" for package in _PACKAGES if not _package_folders(package)]
+        raise GgmlNotFound(
+            "no ggml library found; looked at: the libraries mapped into this process, "
+            + ", ".join([*map(str, folders), *missing])
+            + f". Install ggml-python or llama-cpp-python, or name a library (GgmlLib.find(where), or {ENV_VAR})"
+        )
+
+    @classmethod
+    def open(cls, base: Path, registry: Path) -> GgmlLib:
+        """Opens two library files. Raises `GgmlNotFound` with the loader's message, or naming the missing functions."""
+        return cls(_dlopen(base), _dlopen(registry), base, registry)
+
+    @classmethod
+    def from_handle(cls, base: Any, registry: Any = None) -> GgmlLib:
+        """From what a host has opened: a ``ctypes.CDLL``, or the address that ``dlopen`` gave, of ``libggml-base`` and
+        of ``libggml``. One handle is enough when the library depends on the other (``libggml``, ``libllama``).
+
+        The host keeps the libraries open. Raises `InvalidArgument` for a null handle, `GgmlNotFound` naming the
+        functions that they lack.
+        """
+        opened = _from_address(base)
+        return cls(opened, opened if registry is None else _from_address(registry), None, None)
+
+    def same_copy(self, other: GgmlLib) -> bool:
+        """Whether both stand for one copy of ggml in this process, so that each understands the other's tensors."""
+        return bool(self.cpu_buft() == other.cpu_buft())
+
+    def _optional_text(self, function: str) -> str:
+        try:
+            return self._text(getattr(self._base, function)())
+        except AttributeError:
+            return ""
+
+    def _text(self, chars: Any) -> str:
+        return "" if chars == self.ffi.NULL else self.ffi.string(chars).decode("utf-8", "replace")
+
+    # -- devices and buffer types -------------------------------------------------------------------------------------
+
+    def devices(self) -> tuple[Device, ...]:
+        """All devices that this ggml has registered, in its order. One that cannot be reached tells no memory."""
+        return tuple(self._device(handle) for handle in self._device_handles())
+
+    def device(self, name: str) -> Device:
+        """The device called `name`, without regard to case. Raises `InvalidArgument` with the names there are."""
+        return self._device(self._handle_of(name))
+
+    def _device_handles(self) -> list[Any]:
+        return [self._registry.ggml_backend_dev_get(i) for i in range(self._registry.ggml_backend_dev_count())]
+
+    def _handle_of(self, name: str) -> Any:
+        handles = {self._text(self._base.ggml_backend_dev_name(handle)): handle for handle in self._device_handles()}
+        for known, handle in handles.items():
+            if known.lower() == name.lower():
+                return handle
+        raise InvalidArgument(f"no device {name!r}; this ggml has {', '.join(handles) or 'none'}")
+
+    def _device(self, handle: Any) -> Device:
+        free, total = self._device_memory(handle)
+        return Device(
+            name=self._text(self._base.ggml_backend_dev_name(handle)),
+            description=self._text(self._base.ggml_backend_dev_description(handle)),
+            kind=self._kind(self._base.ggml_backend_dev_type(handle)),
+            memory_free=free,
+            memory_total=total,
+            handle=handle,
+        )
+
+    def _kind(self, number: int) -> str:
+        # IGPU came in at 2, before ACCEL, at about the time when ggml learned to tell its version.
+        names = ("CPU", "GPU", "IGPU", "ACCEL", "META") if self.version else ("CPU", "GPU", "ACCEL")
+        return names[number] if 0 <= number < len(names) else f"TYPE{number}"
+
+    def _device_memory(self, handle: Any) -> tuple[int, int]:
+        endpoint = self.endpoint_of(handle)
+        if endpoint is not None and rpc_connection(endpoint) is False:
+            return 0, 0
+        free, total = self.ffi.new("size_t *"), self.ffi.new("size_t *")
+        self._base.ggml_backend_dev_memory(handle, free, total)
+        return int(free[0]), int(total[0])
+
+    def memory_total(self, buft: Any) -> int:
+        """Bytes that the device of `buft` has in all; 0 when it does not tell."""
+        handle = self.device_of(buft)
+        return 0 if handle is None else self._device_memory(handle)[1]
+
+    def cpu_buft(self) -> Any:
+        """The buffer type of ordinary host memory."""
+        return self._base.ggml_backend_cpu_buffer_type()
+
+    def buft_of(self, device: Device | str | None) -> Any:
+        """The default buffer type of a device; None is the CPU. Raises `InvalidArgument` for an unknown name,
+        `BackendError` when the device cannot be reached or has no buffer type."""
+        if device is None:
+            return self.cpu_buft()
+        handle = self._handle_of(device) if isinstance(device, str) else device.handle
+        self.require_reachable(self.endpoint_of(handle))
+        buft = self._base.ggml_backend_dev_buffer_type(handle)
+        if buft == self.ffi.NULL:
+            name = self._text(self._base.ggml_backend_dev_name(handle))
+            raise BackendError(f"device {name} cannot be reached, or has no memory of its own")
+        return buft
+
+    def buft_at(self, address: int) -> Any:
+        """The ``ggml_backend_buffer_type_t`` that a host has given as an address. Raises `InvalidArgument` for 0."""
+        if not address:
+            raise InvalidArgument("a buffer type's address must not be 0")
+        return self.ffi.cast("ggml_buft *", address)
+
+    def device_of(self, buft: Any) -> Any:
+        """``ggml_backend_dev_t`` of a buffer type, or None when ggml does not know it."""
+        handle = self._base.ggml_backend_buft_get_device(buft)
+        if handle != self.ffi.NULL:
+            return handle
+        # ggml leaves the device of its plain host memory open.
+        if buft == self.cpu_buft():
+            for handle in self._device_handles():
+                if self._kind(self._base.ggml_backend_dev_type(handle)) == "CPU":
+                    return handle
+        return None
+
+    def buft_name(self, buft: Any) -> str:
+        """The device's name for a device's default buffer type, else ggml's name of the buffer type."""
+        handle = self.device_of(buft)
+        if handle is not None and self._base.ggml_backend_dev_buffer_type(handle) == buft:
+            return self._text(self._base.ggml_backend_dev_name(handle))
+        return self._text(self._base.ggml_backend_buft_name(buft))
+
+    def is_host(self, buft: Any) -> bool:
+        """Whether the processor can read and write buffers of this type in place."""
+        return bool(self._base.ggml_backend_buft_is_host(buft))
+
+    def alignment(self, buft: Any) -> int:
+        """Bytes to which each tensor in such a buffer is padded."""
+        return int(self._base.ggml_backend_buft_get_alignment(buft))
+
+    def alloc_size(self, buft: Any, tensor: Any) -> int:
+        """Bytes that `tensor` takes in a buffer of this type, alignment aside."""
+        return int(self._base.ggml_backend_buft_get_alloc_size(buft, tensor))
+
+    # -- RPC ----------------------------------------------------------------------------------------------------------
+
+    def add_rpc_server(self, endpoint: str) -> Device:
+        """Registers the devices of the RPC server at `endpoint` (``host:port``); returns the first of them.
+
+        Adding a server again gives the same device. One server serves one process at a time: the call waits while
+        another one is connected. Raises `InvalidArgument` for an endpoint of another form, `BackendError` when this
+        ggml was built without RPC or nobody listens there.
+        """
+        _split_endpoint(endpoint)
+        reg = self._registry.ggml_backend_reg_by_name(b"RPC")
+        if reg == self.ffi.NULL:
+            raise BackendError(f"the ggml at {self.path or 'the given handle'} was built without RPC (-DGGML_RPC=ON)")
+        add_server = self._base.ggml_backend_reg_get_proc_address(reg, b"ggml_backend_rpc_add_server")
+        if add_server == self.ffi.NULL:
+            raise BackendError(f"the RPC backend of {self!r} has no ggml_backend_rpc_add_server")
+        self.require_reachable(endpoint)
+        server = self.ffi.cast("rpc_add_server_t", add_server)(endpoint.encode())
+        if server == self.ffi.NULL or not self._base.ggml_backend_reg_dev_count(server):
+            raise BackendError(f"no RPC server answers at {endpoint}, or it has no device")
+        first = self._base.ggml_backend_reg_dev_get(server, 0)
+        if first not in self._device_handles():  # not every ggml sees by itself that it has it already
+            self._registry.ggml_backend_register(server)
+        return self._device(first)
+
+    def endpoint_of(self, device_handle: Any) -> str | None:
+        """``host:port`` behind an RPC device, else None."""
+        reg = self._base.ggml_backend_dev_backend_reg(device_handle)
+        if reg == self.ffi.NULL or not self._text(self._base.ggml_backend_reg_name(reg)).startswith("RPC"):
+            return None
+        match = _ENDPOINT.search(self._text(self._base.ggml_backend_dev_description(device_handle)))
+        return None if match is None else match.group()
+
+    def endpoint_of_buft(self, buft: Any) -> str | None:
+        """``host:port`` behind an RPC device's buffer type, else None."""
+        handle = self.device_of(buft)
+        return None if handle is None else self.endpoint_of(handle)
+
+    @staticmethod
+    def require_reachable(endpoint: str | None) -> None:
+        """Raises `BackendError` when the connection to the RPC server at `endpoint` is lost; None is always there.
+
+        ggml's RPC client ends the process at the first call on a lost connection, so each call on an RPC device is
+        preceded by this one.
+        """
+        if endpoint is not None and rpc_connection(endpoint) is False:
+            raise BackendError(f"the RPC server at {endpoint} is gone; what it held is lost")
+
+    @contextmanager
+    def connected(self, buft: Any) -> Iterator[None]:
+        """Keeps one connection to the RPC server of `buft` meanwhile; nothing for other buffer types.
+
+        ggml connects for a single call when no buffer of that server is alive, and crashes when it cannot. So the
+        server is tried first, and a buffer of some bytes holds the connection. Raises `BackendError` when the server
+        cannot be reached, `AllocationError` when it has not even these bytes.
+        """
+        endpoint = self.endpoint_of_buft(buft)
+        if endpoint is None:
+            yield
+            return
+        self.require_reachable(endpoint)
+        if rpc_connection(endpoint) is None and not rpc_connectable(endpoint):
+            raise BackendError(f"no RPC server answers at {endpoint}")
+        n_bytes = self.alignment(buft)
+        buffer = self._base.ggml_backend_buft_alloc_buffer(buft, n_bytes)
+        if buffer == self.ffi.NULL:
+            raise AllocationError(f"{n_bytes} bytes could not be had on {self.buft_name(buft)}")
+        try:
+            yield
+        finally:
+            if rpc_connection(endpoint) is not False:
+                self._base.ggml_backend_buffer_free(buffer)
+
+    # -- tensors and buffers ------------------------------------------------------------------------------------------
+
+    def row_size(self, type_id: int, n_elements: int) -> int:
+        """Bytes of a row of whole blocks of a ggml type."""
+        return int(self._base.ggml_row_size(type_id, n_elements))
+
+    def new_context(self, n_tensors: int) -> Any:
+        """A context that has room for the descriptions of `n_tensors` tensors, not for their data. Freed by
+        `free_context`. Raises `BackendError` when ggml gives none."""
+        params = self.ffi.new("struct ggml_init_params *")
+        params.mem_size = max(n_tensors, 1) * self._base.ggml_tensor_overhead()
+        params.mem_buffer = self.ffi.NULL
+        params.no_alloc = True
+        ctx = self._base.ggml_init(params[0])
+        if ctx == self.ffi.NULL:
+            raise BackendError(f"ggml gave no context for {n_tensors} tensors")
+        return ctx
+
+    def free_context(self, ctx: Any) -> None:
+        """Frees a context and the descriptions of its tensors."""
+        self._base.ggml_free(ctx)
+
+    def new_tensor_2d(self, ctx: Any, type_id: int, ne0: int, ne1: int, name: str) -> Any:
+        """A tensor [ne0, ne1] without data. Raises `InvalidArgument` when its size cannot be counted."""
+        if ne0 < 0 or ne1 < 1 or self.row_size(type_id, ne0) * ne1 > _MAX_BYTES:
+            raise InvalidArgument(f"a tensor of [{ne0}, {ne1}] elements cannot be")
+        tensor = self._base.ggml_new_tensor_2d(ctx, type_id, ne0, ne1)
+        self._base.ggml_set_name(tensor, name.encode())
+        return tensor
+
+    def address(self, cdata: Any) -> int:
+        """The address that a pointer holds."""
+        return int(self.ffi.cast("uintptr_t", cdata))
+
+    def data_address(self, tensor: Any) -> int:
+        """Address of a tensor's data; host buffers only."""
+        return self.address(self._base.ggml_get_data(tensor))
+
+    def alloc_tensors(self, ctx: Any, buft: Any) -> Any:
+        """A buffer for all tensors of `ctx`, or None when it cannot be had. Freed by `free_buffer`."""
+        buffer = self._base.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
+        return None if buffer == self.ffi.NULL else buffer
+
+    def free_buffer(self, buffer: Any) -> None:
+        """Frees a buffer."""
+        self._base.ggml_backend_buffer_free(buffer)
+
+    def buffer_size(self, buffer: Any) -> int:
+        """Bytes of a buffer, padding included."""
+        return int(self._base.ggml_backend_buffer_get_size(buffer))
+
+    def clear_buffer(self, buffer: Any) -> None:
+        """Sets a buffer to zero."""
+        self._base.ggml_backend_buffer_clear(buffer, 0)
+
+    def tensor_set(self, tensor: Any, data: Any, offset: int, size: int) -> None:
+        """Writes `size` bytes from host memory (cdata pointer) at byte `offset` of a tensor."""
+        self._base.ggml_backend_tensor_set(tensor, data, offset, size)
+
+    def tensor_get(self, tensor: Any, data: Any, offset: int, size: int) -> None:
+        """Reads `size` bytes at byte `offset` of a tensor into host memory (cdata pointer)."""
+        self._base.ggml_backend_tensor_get(tensor, data, offset, size)
+
+    def copy_elements(self, src: Any, src_offset: int, dst: Any, dst_offset: int, n_elements: int) -> None:
+        """Copies `n_elements` elements between two tensors of one type, from byte offset to byte offset, by the best
+        way that their backends know. The ranges must not overlap. Raises `BackendError` when a view is refused."""
+        ctx = self.new_context(2)
+        try:
+            views = (
+                self._base.ggml_view_1d(ctx, src, n_elements, src_offset),
+                self._base.ggml_view_1d(ctx, dst, n_elements, dst_offset),
+            )
+            for view in views:
+                status = self._base.ggml_backend_view_init(view)
+                if status:
+                    raise BackendError(f"ggml refused a view of a state tensor (status {status})")
+            self._base.ggml_backend_tensor_copy(*views)
+        finally:
+            self.free_context(ctx)
+
+
+# -- where libraries are ----------------------------------------------------------------------------------------------
+
+
+def _require(library: Any, declarations: str, path: Path | None) -> None:
+    missing = [name for name in function_names(declarations) if not _has(library, name)]
+    if missing:
+        raise GgmlNotFound(
+            f"{path or 'the given handle'} is no ggml that this package can use; it lacks {', '.join(missing)}"
+        )
+
+
+def _has(library: Any, name: str) -> bool:
+    try:
+        getattr(library, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _dlopen(path: Path) -> Any:
+    flags = getattr(os, "RTLD_NOW", 2) | _RTLD_NODELETE
+    # A second copy of a library that is there already would have devices and memory of its own; NOLOAD can't make one.
+    if path in _mapped_files():
+        flags |= _RTLD_NOLOAD
+    try:
+        return ggml_ffi().dlopen(str(path), flags)
+    except OSError as error:
+        raise GgmlNotFound(f"{path} cannot be opened: {error}") from error
+
+
+def _from_address(handle: Any) -> Any:
+    address = getattr(handle, "_handle", handle)
+    if not isinstance(address, int) or not address:
+        raise InvalidArgument(f"{handle!r} is neither an opened library nor a handle of one")
+    ffi = ggml_ffi()
+    return ffi.dlopen(ffi.cast("void *", address))
+
+
+def _mapped_files() -> tuple[Path, ...]:
+    """Files of ggml libraries mapped into this process; empty where the system does not tell."""
+    try:
+        maps = _MAPS.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ()
+    files: dict[Path, None] = {}
+    for line in maps.splitlines():
+        columns = line.split(maxsplit=5)
+        if len(columns) == 6:
+            path = Path(columns[5].removesuffix(" (deleted)"))
+            if _LIB_NAME.fullmatch(path.name):
+                files[path] = None
+    return tuple(files)
+
+
+def _mapped_bases() -> tuple[Path, ...]:
+    """Copies of ``libggml-base`` in this process. Where the system does not tell: those in the folders of packages that
+    are imported already."""
+    if _MAPS.exists():
+        return tuple(path for path in _mapped_files() if _stem(path) == "ggml-base")
+    folders = (folder for package in _PACKAGES if package in sys.modules for folder in _package_folders(package))
+    pairs = (_pair_in(folder) for folder in folders)
+    return tuple(pair[0] for pair in pairs if pair is not None)
+
+
+def _package_folders(package: str) -> tuple[Path, ...]:
+    """The ``lib`` folders of an installed package, which is not imported for that."""
+    module = sys.modules.get(package)
+    spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
+    places: Iterable[str] = () if spec is None else spec.submodule_search_locations or ()
+    return tuple(Path(place).resolve() / "lib" for place in places)
+
+
+def _stem(path: Path) -> str | None:
+    match = _LIB_NAME.fullmatch(path.name)
+    return None if match is None else match.group(1)
+
+
+def _pair_at(where: Path) -> tuple[Path, Path] | None:
+    """``libggml-base`` and ``libggml`` of a file or folder that a caller has named."""
+    if where.is_dir():
+        return _pair_in(where.resolve()) or _pair_in(where.resolve() / "lib")
+    if not where.is_file() and where not in _mapped_files():
+        return None
+    path = where if where in _mapped_files() else where.resolve()
+    stem = _stem(path)
+    if stem is None:  # a host's library that has all of ggml in it
+        return path, path
+    other = path.with_name(path.name.replace(stem, "ggml" if stem == "ggml-base" else "ggml-base", 1))
+    if not other.exists():
+        pair = _pair_in(path.parent)
+        if pair is None:
+            return None
+        other = pair[1] if stem == "ggml-base" else pair[0]
+    return (path, other) if stem == "ggml-base" else (other, path)
+
+
+def _pair_in(folder: Path) -> tuple[Path, Path] | None:
+    found = tuple(next(_candidates(folder, stem), None) for stem in ("ggml-base", "ggml"))
+    base, registry = found
+    return None if base is None or registry is None else (base, registry)
+
+
+def _candidates(folder: Path, stem: str) -> Iterator[Path]:
+    """Library files in `folder`, the likeliest first: a mapped one, then one whose name is a soname (what a dependent
+    library asks the loader for), then the plain name. Wheels carry copies where a system has links."""
+    if not folder.is_dir():
+        return
+    mapped = _mapped_files()
+    paths = (path for path in folder.iterdir() if _stem(path) == stem)
+    yield from sorted(paths, key=lambda path: (path not in mapped, *_name_rank(path)))
+
+
+def _name_rank(path: Path) -> tuple[int, str]:
+    numbers = len(re.findall(r"\.\d+", path.name))
+    return ({1: 0, 0: 1}.get(numbers, 2), path.name)
+
+
+# -- the RPC connection -----------------------------------------------------------------------------------------------
+
+
+def _split_endpoint(endpoint: str) -> tuple[str, int]:
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match.group(2)) < 1 << 16:
+        raise InvalidArgument(f"{endpoint!r} is not of the form host:port")
+    return match.group(1), int(match.group(2))
+
+
+def rpc_connection(endpoint: str) -> bool | None:
+    """Whether the connection of this process to the RPC server at ``host:port`` is open (True) or lost (False); None
+    when there is none, or the system does not tell.
+
+    A server that dies within a call, or a cable that is pulled, is not seen. Costs some microseconds.
+    """
+    try:
+        address = _resolve(*_split_endpoint(endpoint))
+    except OSError:
+        return None
+    known = _connections.get(address)
+    state = None if known is None else _far_end(known, address)
+    if state is None:
+        _connections.pop(address, None)
+        for descriptor in _open_descriptors():
+            state = _far_end(descriptor, address)
+            if state is not None:
+                _connections[address] = descriptor
+                break
+    return state
+
+
+def rpc_connectable(endpoint: str) -> bool:
+    """Whether something at ``host:port`` accepts a connection."""
+    try:
+        with socket.create_connection(_resolve(*_split_endpoint(endpoint)), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+_connections: dict[tuple[str, int], int] = {}
+"""File descriptor on which the connection to a server was last seen. It is looked at, never used or closed."""
+
+
+@functools.lru_cache
+def _resolve(host: str, port: int) -> tuple[str, int]:
+    return socket.gethostbyname(host), port  # as ggml does; raises OSError
+
+
+def _open_descriptors() -> list[int]:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if os.path.isdir(folder):
+            return [int(name) for name in os.listdir(folder)]
+    return []
+
+
+def _far_end(descriptor: int, address: tuple[str, int]) -> bool | None:
+    """Whether the far end of a connection to `address` is still open; None when the descriptor is none such."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    except OSError:
+        return None  # closed meanwhile
+    try:
+        if connection.getpeername() != address:
+            return None
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True  # nothing to read, and nothing wrong
+    except ConnectionResetError:
+        return False
+    except OSError:
+        return None  # not connected
+    finally:
+        connection.detach()  # it is someone else's: closing it is not ours to do

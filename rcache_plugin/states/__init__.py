@@ -1,0 +1,1 @@
+"""A state as bytes: its format, files, restoring and inspecting."""
