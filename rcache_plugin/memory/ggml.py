@@ -1,22 +1,13 @@
-"""Finds a ggml that is there already, and makes every foreign ggml call of the package.
-
-Neither ``ggml`` nor ``llama_cpp`` is imported: their folders are looked up, and on Linux the libraries that this
-process has mapped are read from ``/proc/self/maps``. Elsewhere, modules that are imported already tell their folder.
+"""`GgmlLib`: one opened ggml. Every foreign ggml call of the package is made here.
 
 ggml aborts the process when a call makes no sense to it. So the methods here are not a second public API of ggml:
-they are what `buffers` needs, and the callers check shapes, ranges and sizes first.
+they are what `buffers` and `storage` need, and the callers check shapes, ranges and sizes first.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
-import re
-import socket
-import stat
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +15,9 @@ from typing import Any
 
 from ..errors import AllocationError, BackendError, GgmlNotFound, InvalidArgument
 from ._ffi import BASE_FUNCTIONS, REGISTRY_FUNCTIONS, function_names, ggml_ffi
+from .libraries import find_libraries, library_of, open_library
+from .rpc import ENDPOINT, rpc_connectable, rpc_connection, split_endpoint
 
-ENV_VAR = "RCACHE_GGML"
-"""Environment variable that names a ggml library file or the folder of one."""
-
-_PACKAGES = ("ggml", "llama_cpp")
-# libggml-base.so, libggml-base.so.0, libggml-base.so.0.25.3, libggml-base.dylib, libggml-base.0.dylib, ggml-base.dll
-_LIB_NAME = re.compile(r"(?:lib)?(ggml(?:-base)?)((?:\.so(?:\.\d+)*)|(?:(?:\.\d+)*\.dylib)|(?:\.dll))")
-_MAPS = Path("/proc/self/maps")
-_ENDPOINT = re.compile(r"([^\s:\[\]]+):(\d{1,5})")
-_RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
-_RTLD_NODELETE = getattr(os, "RTLD_NODELETE", 0)
 _MAX_BYTES = 1 << 62  # keeps every sum of sizes inside ggml's size_t and int64_t
 
 
@@ -99,39 +82,12 @@ class GgmlLib:
         their paths: tensors of one copy mean nothing to another, so the caller has to choose; or when a library lacks
         a function.
         """
-        if where is None:
-            where = os.environ.get(ENV_VAR) or None
-            named = ENV_VAR
-        else:
-            named = "where"
-        if where is not None:
-            pair = _pair_at(Path(where))
-            if pair is None:
-                raise GgmlNotFound(f"no ggml library at {Path(where)} (given by {named})")
-            return cls.open(*pair)
-
-        mapped = _mapped_bases()
-        if len(mapped) > 1:
-            raise GgmlNotFound(
-                "several copies of ggml are mapped into this process: "
-                + ", ".join(str(path) for path in mapped)
-                + f"; name the one to use (GgmlLib.find(where), or {ENV_VAR})"
-            )
-        folders = [folder for package in _PACKAGES for folder in _package_folders(package)]
-        for pair in (*map(_pair_at, mapped), *map(_pair_in, folders)):
-            if pair is not None:
-                return cls.open(*pair)
-        missing = [f"package {package} (not installed)" for package in _PACKAGES if not _package_folders(package)]
-        raise GgmlNotFound(
-            "no ggml library found; looked at: the libraries mapped into this process, "
-            + ", ".join([*map(str, folders), *missing])
-            + f". Install ggml-python or llama-cpp-python, or name a library (GgmlLib.find(where), or {ENV_VAR})"
-        )
+        return cls.open(*find_libraries(where))
 
     @classmethod
     def open(cls, base: Path, registry: Path) -> GgmlLib:
         """Opens two library files. Raises `GgmlNotFound` with the loader's message, or naming the missing functions."""
-        return cls(_dlopen(base), _dlopen(registry), base, registry)
+        return cls(open_library(base), open_library(registry), base, registry)
 
     @classmethod
     def from_handle(cls, base: Any, registry: Any = None) -> GgmlLib:
@@ -141,8 +97,8 @@ class GgmlLib:
         The host keeps the libraries open. Raises `InvalidArgument` for a null handle, `GgmlNotFound` naming the
         functions that they lack.
         """
-        opened = _from_address(base)
-        return cls(opened, opened if registry is None else _from_address(registry), None, None)
+        opened = library_of(base)
+        return cls(opened, opened if registry is None else library_of(registry), None, None)
 
     def same_copy(self, other: GgmlLib) -> bool:
         """Whether both stand for one copy of ggml in this process, so that each understands the other's tensors."""
@@ -269,7 +225,7 @@ class GgmlLib:
         another one is connected. Raises `InvalidArgument` for an endpoint of another form, `BackendError` when this
         ggml was built without RPC or nobody listens there.
         """
-        _split_endpoint(endpoint)
+        split_endpoint(endpoint)
         reg = self._registry.ggml_backend_reg_by_name(b"RPC")
         if reg == self.ffi.NULL:
             raise BackendError(f"the ggml at {self.path or 'the given handle'} was built without RPC (-DGGML_RPC=ON)")
@@ -290,7 +246,7 @@ class GgmlLib:
         reg = self._base.ggml_backend_dev_backend_reg(device_handle)
         if reg == self.ffi.NULL or not self._text(self._base.ggml_backend_reg_name(reg)).startswith("RPC"):
             return None
-        match = _ENDPOINT.search(self._text(self._base.ggml_backend_dev_description(device_handle)))
+        match = ENDPOINT.search(self._text(self._base.ggml_backend_dev_description(device_handle)))
         return None if match is None else match.group()
 
     def endpoint_of_buft(self, buft: Any) -> str | None:
@@ -414,9 +370,6 @@ class GgmlLib:
             self.free_context(ctx)
 
 
-# -- where libraries are ----------------------------------------------------------------------------------------------
-
-
 def _require(library: Any, declarations: str, path: Path | None) -> None:
     missing = [name for name in function_names(declarations) if not _has(library, name)]
     if missing:
@@ -431,180 +384,3 @@ def _has(library: Any, name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _dlopen(path: Path) -> Any:
-    flags = getattr(os, "RTLD_NOW", 2) | _RTLD_NODELETE
-    # A second copy of a library that is there already would have devices and memory of its own; NOLOAD can't make one.
-    if path in _mapped_files():
-        flags |= _RTLD_NOLOAD
-    try:
-        return ggml_ffi().dlopen(str(path), flags)
-    except OSError as error:
-        raise GgmlNotFound(f"{path} cannot be opened: {error}") from error
-
-
-def _from_address(handle: Any) -> Any:
-    address = getattr(handle, "_handle", handle)
-    if not isinstance(address, int) or not address:
-        raise InvalidArgument(f"{handle!r} is neither an opened library nor a handle of one")
-    ffi = ggml_ffi()
-    return ffi.dlopen(ffi.cast("void *", address))
-
-
-def _mapped_files() -> tuple[Path, ...]:
-    """Files of ggml libraries mapped into this process; empty where the system does not tell."""
-    try:
-        maps = _MAPS.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ()
-    files: dict[Path, None] = {}
-    for line in maps.splitlines():
-        columns = line.split(maxsplit=5)
-        if len(columns) == 6:
-            path = Path(columns[5].removesuffix(" (deleted)"))
-            if _LIB_NAME.fullmatch(path.name):
-                files[path] = None
-    return tuple(files)
-
-
-def _mapped_bases() -> tuple[Path, ...]:
-    """Copies of ``libggml-base`` in this process. Where the system does not tell: those in the folders of packages that
-    are imported already."""
-    if _MAPS.exists():
-        return tuple(path for path in _mapped_files() if _stem(path) == "ggml-base")
-    folders = (folder for package in _PACKAGES if package in sys.modules for folder in _package_folders(package))
-    pairs = (_pair_in(folder) for folder in folders)
-    return tuple(pair[0] for pair in pairs if pair is not None)
-
-
-def _package_folders(package: str) -> tuple[Path, ...]:
-    """The ``lib`` folders of an installed package, which is not imported for that."""
-    module = sys.modules.get(package)
-    spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
-    places: Iterable[str] = () if spec is None else spec.submodule_search_locations or ()
-    return tuple(Path(place).resolve() / "lib" for place in places)
-
-
-def _stem(path: Path) -> str | None:
-    match = _LIB_NAME.fullmatch(path.name)
-    return None if match is None else match.group(1)
-
-
-def _pair_at(where: Path) -> tuple[Path, Path] | None:
-    """``libggml-base`` and ``libggml`` of a file or folder that a caller has named."""
-    if where.is_dir():
-        return _pair_in(where.resolve()) or _pair_in(where.resolve() / "lib")
-    if not where.is_file() and where not in _mapped_files():
-        return None
-    path = where if where in _mapped_files() else where.resolve()
-    stem = _stem(path)
-    if stem is None:  # a host's library that has all of ggml in it
-        return path, path
-    other = path.with_name(path.name.replace(stem, "ggml" if stem == "ggml-base" else "ggml-base", 1))
-    if not other.exists():
-        pair = _pair_in(path.parent)
-        if pair is None:
-            return None
-        other = pair[1] if stem == "ggml-base" else pair[0]
-    return (path, other) if stem == "ggml-base" else (other, path)
-
-
-def _pair_in(folder: Path) -> tuple[Path, Path] | None:
-    found = tuple(next(_candidates(folder, stem), None) for stem in ("ggml-base", "ggml"))
-    base, registry = found
-    return None if base is None or registry is None else (base, registry)
-
-
-def _candidates(folder: Path, stem: str) -> Iterator[Path]:
-    """Library files in `folder`, the likeliest first: a mapped one, then one whose name is a soname (what a dependent
-    library asks the loader for), then the plain name. Wheels carry copies where a system has links."""
-    if not folder.is_dir():
-        return
-    mapped = _mapped_files()
-    paths = (path for path in folder.iterdir() if _stem(path) == stem)
-    yield from sorted(paths, key=lambda path: (path not in mapped, *_name_rank(path)))
-
-
-def _name_rank(path: Path) -> tuple[int, str]:
-    numbers = len(re.findall(r"\.\d+", path.name))
-    return ({1: 0, 0: 1}.get(numbers, 2), path.name)
-
-
-# -- the RPC connection -----------------------------------------------------------------------------------------------
-
-
-def _split_endpoint(endpoint: str) -> tuple[str, int]:
-    match = _ENDPOINT.fullmatch(endpoint)
-    if match is None or not 0 < int(match.group(2)) < 1 << 16:
-        raise InvalidArgument(f"{endpoint!r} is not of the form host:port")
-    return match.group(1), int(match.group(2))
-
-
-def rpc_connection(endpoint: str) -> bool | None:
-    """Whether the connection of this process to the RPC server at ``host:port`` is open (True) or lost (False); None
-    when there is none, or the system does not tell.
-
-    A server that dies within a call, or a cable that is pulled, is not seen. Costs some microseconds.
-    """
-    try:
-        address = _resolve(*_split_endpoint(endpoint))
-    except OSError:
-        return None
-    known = _connections.get(address)
-    state = None if known is None else _far_end(known, address)
-    if state is None:
-        _connections.pop(address, None)
-        for descriptor in _open_descriptors():
-            state = _far_end(descriptor, address)
-            if state is not None:
-                _connections[address] = descriptor
-                break
-    return state
-
-
-def rpc_connectable(endpoint: str) -> bool:
-    """Whether something at ``host:port`` accepts a connection."""
-    try:
-        with socket.create_connection(_resolve(*_split_endpoint(endpoint)), timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-_connections: dict[tuple[str, int], int] = {}
-"""File descriptor on which the connection to a server was last seen. It is looked at, never used or closed."""
-
-
-@functools.lru_cache
-def _resolve(host: str, port: int) -> tuple[str, int]:
-    return socket.gethostbyname(host), port  # as ggml does; raises OSError
-
-
-def _open_descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(folder):
-            return [int(name) for name in os.listdir(folder)]
-    return []
-
-
-def _far_end(descriptor: int, address: tuple[str, int]) -> bool | None:
-    """Whether the far end of a connection to `address` is still open; None when the descriptor is none such."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return None
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
-    except OSError:
-        return None  # closed meanwhile
-    try:
-        if connection.getpeername() != address:
-            return None
-        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except BlockingIOError:
-        return True  # nothing to read, and nothing wrong
-    except ConnectionResetError:
-        return False
-    except OSError:
-        return None  # not connected
-    finally:
-        connection.detach()  # it is someone else's: closing it is not ours to do

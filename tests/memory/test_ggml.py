@@ -10,12 +10,12 @@ import pytest
 from ggml_kit import child, ggml_folder
 
 from rcache_plugin.errors import BackendError, GgmlNotFound, InvalidArgument
-from rcache_plugin.memory import ggml as ggml_lib
+from rcache_plugin.memory import libraries
 from rcache_plugin.memory._ffi import BASE_FUNCTIONS, REGISTRY_FUNCTIONS, function_names
 from rcache_plugin.memory.ggml import GgmlLib
 
 ROOT = Path(__file__).resolve().parents[2]
-LINUX_ONLY = pytest.mark.skipif(not ggml_lib._MAPS.exists(), reason="reads /proc/self/maps, which is Linux's")
+LINUX_ONLY = pytest.mark.skipif(not libraries._MAPS.exists(), reason="reads /proc/self/maps, which is Linux's")
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def copied_folder(folder: Path, tmp_path: Path) -> Path:
 def test_import_opens_and_parses_nothing() -> None:
     out = child("""
         import sys
-        from rcache_plugin.memory import _ffi, ggml as ggml_lib, buffers
-        print(ggml_lib._mapped_files(), _ffi.ggml_ffi.cache_info().currsize, "ggml" in sys.modules)
+        from rcache_plugin.memory import _ffi, libraries, buffers
+        print(libraries._mapped_files(), _ffi.ggml_ffi.cache_info().currsize, "ggml" in sys.modules)
     """)
     assert out == "() 0 False"
 
@@ -55,15 +55,16 @@ def test_shares_the_copy_of_ggml_python(order: str) -> None:
     out = child(
         """
         import ctypes, sys
-        from rcache_plugin.memory import ggml as ggml_lib
+        from rcache_plugin.memory import libraries
+        from rcache_plugin.memory.ggml import GgmlLib
         if sys.argv[1] == "ggml first":
             import ggml
-        lib = ggml_lib.GgmlLib.find()
+        lib = GgmlLib.find()
         import ggml
         cpu_buffer_type = ggml.lib.ggml_backend_cpu_buffer_type
         cpu_buffer_type.restype = ctypes.c_void_p
         same = cpu_buffer_type() == lib.address(lib.cpu_buft())
-        print(same, len(ggml_lib._mapped_bases()), ggml_lib.GgmlLib.find().same_copy(lib))
+        print(same, len(libraries._mapped_bases()), GgmlLib.find().same_copy(lib))
         """,
         order,
     )
@@ -112,11 +113,11 @@ def test_where_the_system_tells_no_maps_an_imported_package_counts() -> None:
     out = child("""
         import sys
         from pathlib import Path
-        from rcache_plugin.memory import ggml as ggml_lib
-        ggml_lib._MAPS = Path("/nonexistent")
-        before = ggml_lib._mapped_bases()
+        from rcache_plugin.memory import libraries
+        libraries._MAPS = Path("/nonexistent")
+        before = libraries._mapped_bases()
         import ggml
-        print(before, *ggml_lib._mapped_bases())
+        print(before, *libraries._mapped_bases())
     """)
     assert out == f"() {ggml_folder() / 'libggml-base.so'}"
 
@@ -140,9 +141,9 @@ def test_named_place_without_ggml(tmp_path: Path) -> None:
 
 def test_not_found_lists_the_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RCACHE_GGML", raising=False)
-    monkeypatch.setattr(ggml_lib, "_mapped_files", lambda: ())
+    monkeypatch.setattr(libraries, "_mapped_files", lambda: ())
     places = {"ggml": (tmp_path / "ggml" / "lib",), "llama_cpp": ()}
-    monkeypatch.setattr(ggml_lib, "_package_folders", places.__getitem__)
+    monkeypatch.setattr(libraries, "_package_folders", places.__getitem__)
     with pytest.raises(GgmlNotFound) as caught:
         GgmlLib.find()
     assert str(tmp_path / "ggml" / "lib") in str(caught.value)
@@ -153,19 +154,19 @@ def test_the_name_that_dependents_ask_for_comes_first(tmp_path: Path) -> None:
     for suffix in ("", ".0", ".0.25.3"):
         for stem in ("libggml-base.so", "libggml.so", "libggml-cpu.so"):
             (tmp_path / (stem + suffix)).touch()
-    assert ggml_lib._pair_in(tmp_path) == (tmp_path / "libggml-base.so.0", tmp_path / "libggml.so.0")
+    assert libraries._pair_in(tmp_path) == (tmp_path / "libggml-base.so.0", tmp_path / "libggml.so.0")
 
 
 @pytest.mark.parametrize(
     "name", ["libggml-base.so", "libggml.so.0", "libggml.so.0.25.3", "libggml-base.0.dylib", "ggml-base.dll"]
 )
 def test_library_names(name: str) -> None:
-    assert ggml_lib._stem(Path(name)) == ("ggml-base" if "base" in name else "ggml")
+    assert libraries._stem(Path(name)) == ("ggml-base" if "base" in name else "ggml")
 
 
 @pytest.mark.parametrize("name", ["libggml-cpu.so", "libggml-base.so.txt", "ggml.py", "libggml-rpc.so"])
 def test_other_names(name: str) -> None:
-    assert ggml_lib._stem(Path(name)) is None
+    assert libraries._stem(Path(name)) is None
 
 
 def test_missing_functions_are_named() -> None:

@@ -25,7 +25,8 @@ from rcache_plugin.cells.spec import CacheSpec
 from rcache_plugin.cells.ubatch import UBatch
 from rcache_plugin.errors import AllocationError, BackendError, InvalidArgument
 from rcache_plugin.memory.buffers import StateBuffers, dry_run
-from rcache_plugin.memory.ggml import Device, GgmlLib, rpc_connectable, rpc_connection
+from rcache_plugin.memory.ggml import Device, GgmlLib
+from rcache_plugin.memory.rpc import rpc_connectable, rpc_connection
 
 SPEC = CacheSpec.make([6, 0, 4, 2, 8, 0], [5, 3, 0, 0, 7, 0])
 

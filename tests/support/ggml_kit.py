@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from children import ROOT
 
-from rcache_plugin.memory import ggml as ggml_lib
-from rcache_plugin.memory.ggml import rpc_connectable
+from rcache_plugin.memory import libraries
+from rcache_plugin.memory.rpc import rpc_connectable
 
 SERVER = Path(__file__).with_name("rpc_server.py")
 
@@ -28,7 +28,7 @@ def ggml_folder() -> Path:
 
 def child(code: str, *arguments: object, **environment: str) -> str:
     """Runs code in a process of its own, since what is mapped stays mapped; returns what it prints."""
-    env = {name: value for name, value in os.environ.items() if name != ggml_lib.ENV_VAR}
+    env = {name: value for name, value in os.environ.items() if name != libraries.ENV_VAR}
     env["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
