@@ -10,6 +10,11 @@ from __future__ import annotations
 import enum
 
 
+def counted(n: int, noun: str) -> str:
+    """`n` and what it counts, for messages: ``1 cell``, ``17 cells``."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 class Status(enum.IntEnum):
     """`enum rcache_status`: 0 is success, positive an ordinary refusal, negative an error."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import AllocationError, BackendError, GgmlNotFound, InvalidArgument
+from ..errors import AllocationError, BackendError, GgmlNotFound, InvalidArgument, counted
 from ._ffi import BASE_FUNCTIONS, REGISTRY_FUNCTIONS, function_names, ggml_ffi
 from .libraries import find_libraries, library_of, open_library
 from .rpc import ENDPOINT, rpc_connectable, rpc_connection, split_endpoint
@@ -69,7 +69,7 @@ class GgmlLib:
     def __repr__(self) -> str:
         return f"<GgmlLib {self.path or 'from a handle'} version {self.version or 'unknown'}>"
 
-    # -- finding and opening ------------------------------------------------------------------------------------------
+    # libraries
 
     @classmethod
     def find(cls, where: str | os.PathLike[str] | None = None) -> GgmlLib:
@@ -113,14 +113,14 @@ class GgmlLib:
     def _text(self, chars: Any) -> str:
         return "" if chars == self.ffi.NULL else self.ffi.string(chars).decode("utf-8", "replace")
 
-    # -- devices and buffer types -------------------------------------------------------------------------------------
+    # devices and buffer types
 
     def devices(self) -> tuple[Device, ...]:
         """All devices that this ggml has registered, in its order. One that cannot be reached tells no memory."""
         return tuple(self._device(handle) for handle in self._device_handles())
 
     def device(self, name: str) -> Device:
-        """The device called `name`, without regard to case. Raises `InvalidArgument` with the names there are."""
+        """The device called `name`, without regard to case. Raises `InvalidArgument` with the names of all."""
         return self._device(self._handle_of(name))
 
     def _device_handles(self) -> list[Any]:
@@ -216,7 +216,7 @@ class GgmlLib:
         """Bytes that `tensor` takes in a buffer of this type, alignment aside."""
         return int(self._base.ggml_backend_buft_get_alloc_size(buft, tensor))
 
-    # -- RPC ----------------------------------------------------------------------------------------------------------
+    # RPC
 
     def add_rpc_server(self, endpoint: str) -> Device:
         """Registers the devices of the RPC server at `endpoint` (``host:port``); returns the first of them.
@@ -256,7 +256,7 @@ class GgmlLib:
 
     @staticmethod
     def require_reachable(endpoint: str | None) -> None:
-        """Raises `BackendError` when the connection to the RPC server at `endpoint` is lost; None is always there.
+        """Raises `BackendError` when the connection to the RPC server at `endpoint` is lost; None is always reachable.
 
         ggml's RPC client ends the process at the first call on a lost connection, so each call on an RPC device is
         preceded by this one.
@@ -266,11 +266,11 @@ class GgmlLib:
 
     @contextmanager
     def connected(self, buft: Any) -> Iterator[None]:
-        """Keeps one connection to the RPC server of `buft` meanwhile; nothing for other buffer types.
+        """Keeps one connection to the RPC server of `buft` meanwhile; does nothing for other buffer types.
 
         ggml connects for a single call when no buffer of that server is alive, and crashes when it cannot. So the
         server is tried first, and a buffer of some bytes holds the connection. Raises `BackendError` when the server
-        cannot be reached, `AllocationError` when it has not even these bytes.
+        cannot be reached, `AllocationError` when it does not even have these bytes.
         """
         endpoint = self.endpoint_of_buft(buft)
         if endpoint is None:
@@ -282,21 +282,21 @@ class GgmlLib:
         n_bytes = self.alignment(buft)
         buffer = self._base.ggml_backend_buft_alloc_buffer(buft, n_bytes)
         if buffer == self.ffi.NULL:
-            raise AllocationError(f"{n_bytes} bytes could not be had on {self.buft_name(buft)}")
+            raise AllocationError(f"{counted(n_bytes, 'byte')} could not be allocated on {self.buft_name(buft)}")
         try:
             yield
         finally:
             if rpc_connection(endpoint) is not False:
                 self._base.ggml_backend_buffer_free(buffer)
 
-    # -- tensors and buffers ------------------------------------------------------------------------------------------
+    # tensors and buffers
 
     def row_size(self, type_id: int, n_elements: int) -> int:
         """Bytes of a row of whole blocks of a ggml type."""
         return int(self._base.ggml_row_size(type_id, n_elements))
 
     def new_context(self, n_tensors: int) -> Any:
-        """A context that has room for the descriptions of `n_tensors` tensors, not for their data. Freed by
+        """A context for the descriptions of `n_tensors` tensors, not for their data. Freed by
         `free_context`. Raises `BackendError` when ggml gives none."""
         params = self.ffi.new("struct ggml_init_params *")
         params.mem_size = max(n_tensors, 1) * self._base.ggml_tensor_overhead()
@@ -304,7 +304,7 @@ class GgmlLib:
         params.no_alloc = True
         ctx = self._base.ggml_init(params[0])
         if ctx == self.ffi.NULL:
-            raise BackendError(f"ggml gave no context for {n_tensors} tensors")
+            raise BackendError(f"ggml gave no context for {counted(n_tensors, 'tensor')}")
         return ctx
 
     def free_context(self, ctx: Any) -> None:
@@ -314,7 +314,7 @@ class GgmlLib:
     def new_tensor_2d(self, ctx: Any, type_id: int, ne0: int, ne1: int, name: str) -> Any:
         """A tensor [ne0, ne1] without data. Raises `InvalidArgument` when its size cannot be counted."""
         if ne0 < 0 or ne1 < 1 or self.row_size(type_id, ne0) * ne1 > _MAX_BYTES:
-            raise InvalidArgument(f"a tensor of [{ne0}, {ne1}] elements cannot be")
+            raise InvalidArgument(f"a tensor cannot have [{ne0}, {ne1}] elements")
         tensor = self._base.ggml_new_tensor_2d(ctx, type_id, ne0, ne1)
         self._base.ggml_set_name(tensor, name.encode())
         return tensor
@@ -328,7 +328,7 @@ class GgmlLib:
         return self.address(self._base.ggml_get_data(tensor))
 
     def alloc_tensors(self, ctx: Any, buft: Any) -> Any:
-        """A buffer for all tensors of `ctx`, or None when it cannot be had. Freed by `free_buffer`."""
+        """A buffer for all tensors of `ctx`, or None when there is not enough memory. Freed by `free_buffer`."""
         buffer = self._base.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
         return None if buffer == self.ffi.NULL else buffer
 

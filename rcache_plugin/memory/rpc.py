@@ -28,9 +28,9 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 def rpc_connection(endpoint: str) -> bool | None:
     """Whether the connection of this process to the RPC server at ``host:port`` is open (True) or lost (False); None
-    when there is none, or the system does not tell.
+    without a connection, or where the system does not tell.
 
-    A server that dies within a call, or a cable that is pulled, is not seen. Costs some microseconds.
+    A server that dies within a call, or a cable that is pulled, is not seen. A call takes some microseconds.
     """
     try:
         address = _resolve(*split_endpoint(endpoint))
@@ -58,7 +58,7 @@ def rpc_connectable(endpoint: str) -> bool:
 
 
 _connections: dict[tuple[str, int], int] = {}
-"""File descriptor on which the connection to a server was last seen. It is looked at, never used or closed."""
+"""The file descriptor of the last known connection to each server. It is peeked at, never used or closed."""
 
 
 @functools.lru_cache
@@ -74,7 +74,7 @@ def _open_descriptors() -> list[int]:
 
 
 def _far_end(descriptor: int, address: tuple[str, int]) -> bool | None:
-    """Whether the far end of a connection to `address` is still open; None when the descriptor is none such."""
+    """Whether the far end of a connection to `address` is still open; None when `descriptor` is no such one."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
@@ -92,4 +92,4 @@ def _far_end(descriptor: int, address: tuple[str, int]) -> bool | None:
     except OSError:
         return None  # not connected
     finally:
-        connection.detach()  # it is someone else's: closing it is not ours to do
+        connection.detach()  # ggml owns it, and closes it

@@ -1,4 +1,4 @@
-"""State tensors in host memory: layout, rows, views, lifetime and failure. Other devices are in test_rpc."""
+"""State tensors in host memory: layout, rows, lifetime and failure. Other devices are in test_rpc."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import pytest
 from buffer_kit import SpyLib, content, fill
 from ggml_kit import child
 
-from rcache_plugin.cells.spec import CacheSpec, StateType
+from rcache_plugin.cells.spec import CacheSpec
 from rcache_plugin.errors import AllocationError, BackendError, ClosedError, InvalidArgument
-from rcache_plugin.memory.buffers import RowView, Sizes, StateBuffers, dry_run
+from rcache_plugin.memory.buffers import StateBuffers, dry_run
 from rcache_plugin.memory.ggml import GgmlLib
+from rcache_plugin.memory.layout import Sizes
 
 SPEC = CacheSpec.make([6, 0, 4, 0], [5, 3, 0, 0])
 """r and s, s only, r only, nothing."""
@@ -31,7 +32,7 @@ def buffers(lib: SpyLib) -> Iterator[StateBuffers]:
         yield made
 
 
-# -- layout -----------------------------------------------------------------------------------------------------------
+# layout
 
 
 @pytest.mark.parametrize("type_r, type_s", [("f32", "f32"), ("f16", "f32"), ("bf16", "f64"), ("q8_0", "q4_0")])
@@ -114,7 +115,7 @@ def test_devices_by_name(lib: SpyLib) -> None:
             assert list(buffers.memory_breakdown()) == ["CPU"]
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# rows
 
 
 def test_rows_are_read_as_written(buffers: StateBuffers) -> None:
@@ -272,64 +273,7 @@ def test_copy_rows_between_two_copies_of_ggml(buffers: StateBuffers, tmp_path: P
     assert out == "False True"
 
 
-# -- views ------------------------------------------------------------------------------------------------------------
-
-
-def test_view_shows_the_row_where_it_lies(buffers: StateBuffers) -> None:
-    view = buffers.view_row("s", 0, 6)
-    array = np.asarray(view)
-    assert isinstance(view, RowView) and array.dtype == np.float32 and array.shape == (5,) and len(view) == 5
-    values = np.arange(5, dtype=np.float32)
-    buffers.set_row("s", 0, 6, values)
-    assert array.tolist() == values.tolist() == view[:].tolist() and view[3] == 3.0
-    assert np.shares_memory(array, np.asarray(view))
-
-
-def test_view_is_read_only(buffers: StateBuffers) -> None:
-    array = np.asarray(buffers.view_row("r", 0, 0))
-    with pytest.raises(ValueError):
-        array[0] = 1
-    with pytest.raises(ValueError):
-        array.flags.writeable = True
-
-
-@pytest.mark.parametrize(
-    "name, dtype, n", [("f16", np.float16, 32), ("f64", np.float64, 32), ("bf16", np.uint8, 64), ("q8_0", np.uint8, 34)]
-)
-def test_view_of_other_types(lib: SpyLib, name: str, dtype: type, n: int) -> None:
-    with StateBuffers(lib, CacheSpec.make([32], [0], name), 2) as buffers:
-        array = buffers.view_row("r", 0, 1).array()
-        assert array.dtype == dtype and array.shape == (n,)
-        assert array.nbytes == StateType.of(name).row_bytes(32)
-
-
-def test_view_converts_and_copies_as_numpy_asks(buffers: StateBuffers) -> None:
-    buffers.set_row("r", 0, 0, np.arange(6, dtype=np.float32))
-    view = buffers.view_row("r", 0, 0)
-    assert np.asarray(view, dtype=np.float64).tolist() == [0, 1, 2, 3, 4, 5]
-    copied = np.array(view)
-    buffers.clear()
-    assert copied.tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="without a copy"):
-        view.__array__(np.float64, copy=False)
-
-
-def test_view_after_close(lib: SpyLib) -> None:
-    buffers = StateBuffers(lib, SPEC, 2)
-    buffers.set_row("r", 0, 1, np.full(6, 7, np.float32))
-    view = buffers.view_row("r", 0, 1)
-    array = view.array()[1:]
-    buffers.close()
-    for use in (view.array, lambda: np.asarray(view), lambda: view[0], lambda: len(view)):
-        with pytest.raises(ClosedError):
-            use()
-    assert array.tolist() == [7] * 5 and lib.leaked()  # the array keeps the memory ...
-    del array
-    gc.collect()
-    assert not lib.leaked()  # ... and the last one frees it
-
-
-# -- lifetime ---------------------------------------------------------------------------------------------------------
+# lifetime
 
 
 def test_close_frees_in_reverse_order_and_once(lib: SpyLib) -> None:
@@ -410,7 +354,7 @@ def test_close_while_another_thread_works(lib: SpyLib) -> None:
     assert not lib.leaked()
 
 
-# -- failure ----------------------------------------------------------------------------------------------------------
+# failure
 
 
 def test_more_than_the_device_has(lib: SpyLib) -> None:

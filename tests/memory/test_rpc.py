@@ -56,7 +56,7 @@ def split(rpc: Device) -> list[str | None]:
     return [None, rpc.name, rpc.name, "CPU", rpc.name, rpc.name]
 
 
-# -- the device -------------------------------------------------------------------------------------------------------
+# the device
 
 
 def test_device(lib: SpyLib, server: Server, rpc: Device) -> None:
@@ -93,7 +93,7 @@ def test_build_without_rpc(lib: SpyLib, monkeypatch: pytest.MonkeyPatch) -> None
         lib.add_rpc_server("127.0.0.1:50052")
 
 
-# -- layers on two devices --------------------------------------------------------------------------------------------
+# layers on two devices
 
 
 def test_layers_are_split_over_two_devices(
@@ -240,7 +240,7 @@ def test_server_frees_what_we_close(lib: SpyLib, server: Server, rpc: Device) ->
     assert rpc_connection(server.endpoint) is None  # free for another process
 
 
-# -- failure ----------------------------------------------------------------------------------------------------------
+# failure
 
 
 def test_second_device_refuses_and_the_first_is_given_back(lib: SpyLib, rpc: Device) -> None:
