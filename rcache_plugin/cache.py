@@ -33,21 +33,18 @@ from .states.file import (
     spec_fields,
 )
 from .states.image import (
-    FLAG_ON_DEVICE,
     Column,
-    MemoryReader,
     StateImage,
     most_bytes,
     read_cells,
     read_columns,
     read_image,
     read_rows,
-    reader_from,
     state_bytes,
     write_state,
-    writer_to,
 )
 from .states.restore import find_room, set_rows, take_rows
+from .states.streams import FLAG_ON_DEVICE, MemoryReader, reader_from, writer_to
 
 if TYPE_CHECKING:
     from .memory.buffers import StateBuffers

@@ -25,7 +25,8 @@ from ..cells.slots import CLASSIC, COMPACT, SlotPlan
 from ..cells.spec import CacheSpec, Which
 from ..cells.ubatch import POS_NONE, SEQ_ANY, Int32Array, UBatch
 from ..errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
-from ..states.image import Bytes, columns_of
+from ..states.image import columns_of
+from ..states.streams import Bytes
 
 log = logging.getLogger(__name__)
 

@@ -467,18 +467,18 @@ class CellTable:
                 self._join(owner + shift if owner >= first_pin else owner, cell_id)
         return moves
 
-    def room_for_states(self) -> list[int]:
+    def unpinned_cells(self) -> list[int]:
         """The cells that `restore` puts states into, in order: all that no pin holds."""
         first_pin = self.n_seq_max
         return [cell_id for cell_id, owners in enumerate(self._owners) if not owners or owners[-1] < first_pin]
 
     def restore(self, cells: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Replaces all sequences by these states, (position, sequences) of the cells of `room_for_states` in order.
+        """Replaces all sequences by these states, (position, sequences) of the cells of `unpinned_cells` in order.
 
         Pins stay; rows are the caller's. Raises `InvalidArgument`, with nothing changed, when they do not fit, and
         `CorruptTable` for a sequence in two cells or an id that cannot be.
         """
-        room = self.room_for_states()
+        room = self.unpinned_cells()
         if len(cells) > len(room):
             raise InvalidArgument(f"{len(cells)} states do not fit into {len(room)} cells")
         other = self.copy()

@@ -1,4 +1,4 @@
-"""States in files of our own: the bytes of llama.cpp's format with what is needed to trust them around.
+"""State files of our own: the bytes of llama.cpp's format between a header and a checksum.
 
 Needs neither ggml nor cffi. A file is::
 
@@ -15,27 +15,19 @@ complete and on the disk, or not at all (`Saving`).
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
-import stat
 import struct
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from ..cells.spec import WHICH, CacheSpec
 from ..cells.ubatch import SEQ_ANY
-from ..errors import InvalidArgument, StateError
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: what a killed process left is not cleaned up there
-    fcntl = None  # type: ignore[assignment]
+from ..errors import InvalidArgument, StateError, counted
+from .atomic import AtomicFile
 
 MAGIC = b"RCACHE\0"
 VERSION = 1
@@ -43,8 +35,6 @@ _PREFIX = struct.Struct("<7sBI")
 _DIGEST_BYTES = 32
 _MOST_HEADER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-_TEMPORARY = ".rcache-tmp"
-_LEFT_OVER_SECONDS = 60.0
 _TOKEN_MAX = 2**31 - 1
 _ID_MAX = 2**31 - 1
 
@@ -143,46 +133,34 @@ def _canonical(what: Any) -> bytes:
     return json.dumps(what, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-# --- writing ---
+# writing
 
 
 class Saving:
-    """A file in the making, for use in a ``with``: what is written goes to a temporary file in the same folder.
+    """A file being saved, for use in a ``with``; it takes the bytes of the payload and of the checkpoints' states.
 
-    When the block ends, the checksum is added, the file is brought to the disk and takes its name, in place of an older
-    one; if the block raises, it is removed. So at every moment there is the old file or the new one. What a killed
-    process has left (``.NAME.*.rcache-tmp``) is removed when the same name is next saved, a minute later at the
-    earliest. Raises `OSError`.
+    When the block ends, the checksum is added and the file takes its name; if the block raises, the older file stays
+    (see `AtomicFile`). Raises `OSError`.
     """
 
     borrows = True  # does not keep what `write` is given
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
-        self._path = os.path.realpath(os.fsdecode(path))  # a link stays one
+        self._path = path
         self._header = header
         self._hash = hashlib.sha256()
 
     def __enter__(self) -> Saving:
-        folder, name = os.path.split(self._path)
-        start = f".{name[:50]}."  # names have a limit
-        _remove_left_overs(folder, start)
-        self._temporary = os.path.join(folder, f"{start}{os.getpid()}-{time.time_ns():x}{_TEMPORARY}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._file: BinaryIO = open(os.open(self._temporary, flags, 0o666), "wb", buffering=_CHUNK_BYTES)
+        self._file = AtomicFile(self._path)
         try:
-            if fcntl is not None:
-                with contextlib.suppress(OSError):  # no locks on this file system: others wait for its age
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(OSError):
-                os.chmod(self._temporary, stat.S_IMODE(os.stat(self._path).st_mode))
             self.write(self._header.to_bytes())
         except BaseException:
-            self._give_up()
+            self._file.discard()
             raise
         return self
 
     def write(self, data: Any) -> int:
-        """Takes the next bytes of the payload."""
+        """Takes the next bytes."""
         self._hash.update(data)
         return self._file.write(data)
 
@@ -190,65 +168,17 @@ class Saving:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._give_up()
+            self._file.discard()
             return
         try:
             self._file.write(self._hash.digest())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            os.replace(self._temporary, self._path)
         except BaseException:
-            self._give_up()
+            self._file.discard()
             raise
-        self._file.close()
-        _sync_folder(os.path.dirname(self._path))
-
-    def _give_up(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
-        with contextlib.suppress(OSError):  # it may not be able to write what it still holds
-            self._file.close()
+        self._file.commit()
 
 
-def _sync_folder(folder: str) -> None:
-    """Brings the new name to the disk, where folders can be opened for that."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
-                raise
-        finally:
-            os.close(descriptor)
-
-
-def _remove_left_overs(folder: str, start: str) -> None:
-    """Removes temporary files of killed processes: old, and locked by nobody."""
-    if fcntl is None:
-        return
-    for entry in _left_overs(folder, start):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(entry.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if time.time() - os.fstat(descriptor).st_mtime > _LEFT_OVER_SECONDS:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(entry.path)
-            finally:
-                os.close(descriptor)
-
-
-def _left_overs(folder: str, start: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(start) and entry.name.endswith(_TEMPORARY):
-                    yield entry
-    except OSError:
-        return
-
-
-# --- reading ---
+# reading
 
 
 def read_header(file: BinaryIO) -> Header:
@@ -264,7 +194,7 @@ def read_header(file: BinaryIO) -> Header:
         raise StateError(f"version: expected {VERSION}, found {version}")
     left = _size_of(file) - _PREFIX.size - _DIGEST_BYTES
     if n_bytes > min(left, _MOST_HEADER_BYTES):
-        raise StateError(f"header length: {n_bytes}, but the file has {max(left, 0)} bytes left for it")
+        raise StateError(f"header length: {n_bytes}, but the file has {counted(max(left, 0), 'byte')} left for it")
     text = file.read(n_bytes)
     try:
         header = _parsed(json.loads(text))
@@ -273,7 +203,7 @@ def read_header(file: BinaryIO) -> Header:
     left -= n_bytes
     told = header.payload_bytes + header.following_bytes
     if told != left:
-        raise StateError(f"length: the header tells of a payload of {told} bytes, the file has {left}")
+        raise StateError(f"length: the header tells of a payload of {counted(told, 'byte')}, the file has {left}")
     return header
 
 
@@ -319,11 +249,11 @@ def read_payload(
 ) -> tuple[bytearray, list[memoryview]]:
     """The payload of `file`, which `read_header` has read, and the states of its first checkpoints; checksum compared.
 
-    `most_bytes`: of the largest payload that can be of use; no more is allocated. Nor for more than `most_checkpoints`,
-    or for states that are larger than `most_checkpoint_bytes`: these are passed over. Raises `StateError`.
+    `most_bytes`: of the largest payload that can be of use; no more is allocated. Checkpoints beyond
+    `most_checkpoints`, and states larger than `most_checkpoint_bytes`, are skipped. Raises `StateError`.
     """
     if header.payload_bytes > most_bytes:
-        raise StateError(f"payload: {header.payload_bytes} bytes are more than the {most_bytes} that fit")
+        raise StateError(f"payload: expected at most {counted(most_bytes, 'byte')}, found {header.payload_bytes}")
     n_checkpoints = min(len(header.checkpoints), most_checkpoints)
     if header.checkpoint_bytes > most_checkpoint_bytes:
         n_checkpoints = 0
@@ -367,7 +297,7 @@ def _difference(name: str, expected: Any, found: Any) -> str:
         il = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
         return f"{name} of layer {il}: expected {expected[il]}, found {found[il]!r:.40}"
     if isinstance(expected, list) and isinstance(found, list):
-        return f"{name}: expected {len(expected)} layers, found {len(found)}"
+        return f"{name}: expected {counted(len(expected), 'layer')}, found {len(found)}"
     return f"{name}: expected {expected!r:.40}, found {found!r:.40}"
 
 

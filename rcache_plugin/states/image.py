@@ -8,73 +8,22 @@ All numbers are little endian, as the machines are that llama.cpp runs on::
     for each layer with r: i32 type, u64 row bytes, the rows of the cells; if it has p: u64 row bytes, the rows of p
     for each layer with s: i32 type, u64 row bytes, the rows of the cells
 
-Reading gives a value, `StateImage`; nothing is changed before all of it has been read and found right.
+Reading gives a value, `StateImage`; nothing is changed before all of it has been read and found valid.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..cells.spec import CacheSpec, StateType, Which
 from ..cells.table import CellTable
 from ..cells.ubatch import POS_MAX, SEQ_ANY
-from ..errors import InvalidArgument, StateError
-
-Bytes = bytes | bytearray | memoryview
-"""What rows travel in. A view is of the moment: who takes one reads it before returning."""
-
-FLAG_ON_DEVICE = 2
-"""``LLAMA_STATE_SEQ_FLAGS_ON_DEVICE``: rows go from and to the tensors, by `Writer.write_rows` and `read_rows`."""
-
-
-class Writer(Protocol):
-    """Takes the bytes of a state in order."""
-
-    def write(self, data: bytes) -> object:
-        """Takes `data`, all of it."""
-
-    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
-        """Takes rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which` ("r", "s" or "p")."""
-
-
-class Reader(Protocol):
-    """Gives the bytes of a state in order."""
-
-    def read(self, n_bytes: int) -> Bytes:
-        """The next `n_bytes`. May give fewer; none, or an exception, is the end."""
-
-
-class DeviceReader(Protocol):
-    """A `Reader` that puts rows where they belong, without their passing through here.
-
-    One whose `read_rows` takes the rows from the stream, where they stand, says so with an attribute
-    ``streams_rows = True``. It is then asked for rows without `FLAG_ON_DEVICE` too, if the cells are free, or if it has
-    ``rows_wait = True``: rows come to their places only when all was read without an exception.
-    """
-
-    def read(self, n_bytes: int) -> Bytes:
-        """As `Reader.read`."""
-
-    def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> object:
-        """Puts the next rows to rows ``first .. first + n_rows - 1`` of layer `il`'s tensor `which`."""
-
-
-class RowSource(Protocol):
-    """Where rows are; `StateBuffers` is one."""
-
-    def get_rows(self, which: Which, il: int, first: int, n_rows: int) -> bytes:
-        """A copy of rows, [n_rows * row_bytes]."""
-
-    def borrow_rows(self, which: Which, il: int, first: int, n_rows: int) -> memoryview:
-        """As `get_rows`, without the copy where the rows can be seen in place."""
-
-    def copy_rows_to(self, which: Which, il: int, first: int, n_rows: int, out: memoryview) -> int:
-        """Copies rows to the beginning of `out`; returns how many bytes that were."""
+from ..errors import StateError, counted
+from .streams import Bytes, MemoryReader, Reader, Writer, read_exactly
 
 
 class CellImage(NamedTuple):
@@ -175,7 +124,7 @@ def read_rows(reader: Reader, spec: CacheSpec, cells: tuple[CellImage, ...]) -> 
         n_bytes = len(cells) * column.row_bytes
         found = reader.read(n_bytes) if n_bytes else b""
         if len(found) != n_bytes:
-            found = _exactly(reader, n_bytes, f"rows of layer {column.il}, {column.which}", found)
+            found = read_exactly(reader, n_bytes, f"rows of layer {column.il}, {column.which}", found)
         rows[column.which, column.il] = found
 
     read_columns(reader, spec, take)
@@ -200,7 +149,7 @@ def read_cells(reader: Reader, table: CellTable, seq_id: int = SEQ_ANY) -> tuple
     n_cells = _number(reader, "<I", "cell count")
     most = table.size if seq_id == SEQ_ANY else 1
     if n_cells > most:
-        raise StateError(f"cell count: the state has {n_cells} cells, there is room for {most}")
+        raise StateError(f"cell count: the state has {counted(n_cells, 'cell')}, expected at most {most}")
     seen: dict[int, int] = {}
     return tuple(_read_cell(reader, i, table, seq_id, seen) for i in range(n_cells))
 
@@ -217,7 +166,7 @@ def read_columns(reader: Reader, spec: CacheSpec, take: Callable[[Column], None]
         found = reader.read(n_bytes)
         if found != column.header:
             what = f"type and row bytes of layer {column.il}, {column.which}"
-            _check_header(column, _exactly(reader, n_bytes, what, found))
+            _check_header(column, read_exactly(reader, n_bytes, what, found))
         take(column)
 
 
@@ -243,7 +192,7 @@ def _read_cell(reader: Reader, i: int, table: CellTable, seq_id: int, seen: dict
         return CellImage(pos, (seq_id,))
     if not 1 <= n_ids <= table.n_seq_max:
         raise StateError(f"number of ids of cell {i}: {n_ids} is not from 1 to {table.n_seq_max} (n_seq_max)")
-    ids = struct.unpack(f"<{n_ids}i", _exactly(reader, 4 * n_ids, f"ids of cell {i}"))
+    ids = struct.unpack(f"<{n_ids}i", read_exactly(reader, 4 * n_ids, f"ids of cell {i}"))
     for found in ids:
         if not 0 <= found < table.n_seq_max:
             raise StateError(f"ids of cell {i}: {found} is not from 0 to {table.n_seq_max - 1} (n_seq_max)")
@@ -253,24 +202,8 @@ def _read_cell(reader: Reader, i: int, table: CellTable, seq_id: int, seen: dict
     return CellImage(pos, tuple(sorted(ids)))
 
 
-def _exactly(reader: Reader, n_bytes: int, what: str, data: Bytes | None = None) -> Bytes:
-    """`n_bytes` of `reader`, which has given `data` of them already."""
-    if data is None:
-        data = reader.read(n_bytes) if n_bytes else b""
-    if len(data) < n_bytes:  # a raw file or a pipe gives what it has
-        data = bytearray(data)
-        while len(data) < n_bytes:
-            more = reader.read(n_bytes - len(data))
-            if not more:
-                raise StateError(f"{what}: the state ends after {len(data)} of {n_bytes} bytes")
-            data += more
-    if len(data) > n_bytes:
-        raise StateError(f"{what}: the reader gave {len(data)} bytes for {n_bytes}")
-    return data
-
-
 def _number(reader: Reader, form: str, what: str) -> int:
-    (value,) = struct.unpack(form, _exactly(reader, struct.calcsize(form), what))
+    (value,) = struct.unpack(form, read_exactly(reader, struct.calcsize(form), what))
     return int(value)
 
 
@@ -286,93 +219,3 @@ def runs_of(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
             yield first, rows[first], i - first
             first = i
-
-
-# --- places that states go to and come from ---
-
-
-def writer_to(target: Any, rows: RowSource, n_bytes: int) -> Writer:
-    """A `Writer` to `target`, which is one already, has ``write(bytes)``, or is memory of at least `n_bytes` bytes.
-
-    Raises `InvalidArgument`, with nothing written, for memory that is too small or cannot be written.
-    """
-    if hasattr(target, "write_rows"):
-        writer: Writer = target
-        return writer
-    if hasattr(target, "write"):
-        return _StreamWriter(target, rows)
-    return _MemoryWriter(target, rows, n_bytes)
-
-
-def reader_from(source: Any) -> Any:
-    """A `Reader` of `source`, which is one already or memory that holds a state and nothing else.
-
-    Raises `InvalidArgument`.
-    """
-    return source if hasattr(source, "read") else MemoryReader(source)
-
-
-class MemoryReader:
-    """A `Reader` of memory. It gives views, so rows are copied once, to their place."""
-
-    def __init__(self, data: Any) -> None:
-        try:
-            self._data = memoryview(data).cast("B")
-        except TypeError as error:
-            raise InvalidArgument(f"a state is read from a binary file or contiguous memory: {error}") from error
-        self._at = 0
-
-    def read(self, n_bytes: int) -> memoryview:
-        """The next `n_bytes`, or what is left."""
-        start = self._at
-        self._at = min(start + n_bytes, len(self._data))
-        return self._data[start : self._at]
-
-    def check_end(self) -> None:
-        """Raises `StateError` when something follows the state."""
-        if self._at != len(self._data):
-            raise StateError(f"length: the state ends after {self._at} bytes, {len(self._data)} were given")
-
-
-class _StreamWriter:
-    """Rows as bytes, in order, to whatever takes bytes."""
-
-    def __init__(self, target: Any, rows: RowSource) -> None:
-        self._raw = isinstance(target, io.RawIOBase)
-        # Of Python's own files it is known that they do not keep what they are given.
-        borrows = getattr(target, "borrows", False) or isinstance(target, io.IOBase)
-        self._rows = rows.borrow_rows if borrows else rows.get_rows
-        self._write = target.write
-
-    def write(self, data: Bytes) -> None:
-        written = self._write(data)
-        while self._raw and written != len(data):  # takes as much as the system likes to
-            if not written:
-                raise StateError(f"write of {len(data)} bytes: the file took none")
-            data = memoryview(data)[written:]
-            written = self._write(data)
-
-    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
-        self.write(self._rows(which, il, first, n_rows))
-
-
-class _MemoryWriter:
-    """Rows straight from their place to memory."""
-
-    def __init__(self, target: Any, rows: RowSource, n_bytes: int) -> None:
-        try:
-            self._out = memoryview(target).cast("B")
-        except TypeError as error:
-            raise InvalidArgument(f"a state is written to a binary file or contiguous memory: {error}") from error
-        if self._out.readonly or len(self._out) < n_bytes:
-            has = "cannot be written" if self._out.readonly else f"has {len(self._out)} bytes"
-            raise InvalidArgument(f"the state takes {n_bytes} bytes, the memory {has}")
-        self._rows = rows
-        self._at = 0
-
-    def write(self, data: bytes) -> None:
-        self._out[self._at : self._at + len(data)] = data
-        self._at += len(data)
-
-    def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
-        self._at += self._rows.copy_rows_to(which, il, first, n_rows, self._out[self._at :])

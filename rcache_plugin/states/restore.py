@@ -1,4 +1,4 @@
-"""Putting a state that was read into a cache: which cells it goes to, and how its rows get there."""
+"""Restores a state that was read: plans its cells, and writes its rows to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..cells.slots import commit, plan_slots
 from ..cells.table import CellTable
 from ..cells.ubatch import SEQ_ANY, UBatch
-from ..errors import StateError
+from ..errors import StateError, counted
 from .image import CellImage, Column, StateImage, columns_of, runs_of
 
 if TYPE_CHECKING:
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def find_room(
-    table: CellTable, placement: str, cells: Sequence[CellImage], seq_id: int, make_room: Callable[[], bool]
+    table: CellTable, placement: str, cells: Sequence[CellImage], seq_id: int, evict: Callable[[], bool]
 ) -> tuple[list[int], CellTable]:
-    """Where the states `cells` of one sequence, or of all with `SEQ_ANY`, are to go, and the table when they are there.
+    """The cells for the states `cells` of one sequence, or of all with `SEQ_ANY`, and the table with them in it.
 
-    `table` stays as it is, but for what `make_room` does, which is called until there is room; false: it can do no
-    more. Raises `StateError` when they do not fit.
+    `table` changes only by `evict`, which frees cells and is called until the states fit; false: it can free no more.
+    Raises `StateError` when they do not fit.
     """
     while True:
         after = table.copy()
         if seq_id == SEQ_ANY:
-            room = after.room_for_states()
+            room = after.unpinned_cells()
             if len(room) >= len(cells):
                 after.restore(cells)
                 return room[: len(cells)], after
-            problem = f"{len(cells)} states do not fit into {len(room)} cells"
+            problem = f"not enough cells: {counted(len(cells), 'state')} for {counted(len(room), 'cell')}"
         else:
             after.seq_rm(seq_id, -1, -1)
             if not cells:
@@ -39,20 +39,20 @@ def find_room(
             if plans is not None:
                 commit(after, plans[0])
                 return [plans[0].head], after
-            problem = f"all {after.size} cells are taken, there is no room for sequence {seq_id}"
-        if not make_room():
+            problem = f"no free cell for sequence {seq_id}: {counted(after.size, 'cell')}, all in use"
+        if not evict():
             raise StateError(problem)
 
 
 def take_rows(reader: Any, columns: Iterable[Column], cell_ids: Sequence[int]) -> None:
-    """Has `reader` put the rows of `columns` to their places itself."""
+    """Has `reader` put the rows of `columns` into the tensors itself."""
     for column in columns:
         for _, first, n_rows in runs_of(cell_ids) if column.row_bytes else ():
             reader.read_rows(column.which, column.il, first, n_rows)
 
 
 def set_rows(image: StateImage, buffers: StateBuffers, cell_ids: Sequence[int]) -> None:
-    """Puts all rows of `image`, whose i-th cell goes to ``cell_ids[i]``."""
+    """Writes all rows of `image`, whose i-th cell goes to ``cell_ids[i]``."""
     runs = list(runs_of(cell_ids))
     for column in columns_of(buffers.spec):
         for i, first, n_rows in runs if column.row_bytes else ():

@@ -34,7 +34,7 @@ from state_tools import (
 from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, UBatch
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StateError, Status, Unsupported
 from rcache_plugin.states.file import MAGIC
-from rcache_plugin.states.image import FLAG_ON_DEVICE
+from rcache_plugin.states.streams import FLAG_ON_DEVICE
 
 
 def left_overs(folder: Path) -> list[str]:
@@ -137,10 +137,10 @@ def test_larger_and_smaller_caches(tmp_path: Path) -> None:
             other.load(tmp_path / "one", 0)
             assert state_of(other, 0) == state_of(cache, 1)
             before = contents(other)
-            with pytest.raises(StateError, match=r"more than the \d+ that fit"):
+            with pytest.raises(StateError, match=r"expected at most \d+ bytes, found"):
                 other.load(tmp_path / "all")
             for seq_id in (-1, 0):  # more cells than there are, and than a sequence has
-                with pytest.raises(StateError, match="the state has 2 cells, there is room for 1"):
+                with pytest.raises(StateError, match="the state has 2 cells, expected at most 1"):
                     other.state_read(written(cache), seq_id)
             assert contents(other) == before
         with fill(RecurrentCache(SPEC, 4, n_seq_max=3)) as other:
@@ -158,7 +158,7 @@ def test_a_sequence_needs_a_cell(tmp_path: Path) -> None:
         cache.save(tmp_path / "one", 0)
         assert cache.find_slot(UBatch.single(2, 0)) is not None and cache.used == 3
         before = contents(cache)
-        with pytest.raises(StateError, match="all 3 cells are taken, there is no room for sequence 1"):
+        with pytest.raises(StateError, match="no free cell for sequence 1: 3 cells, all in use"):
             cache.load(tmp_path / "one", 1)
         assert contents(cache) == before
         cache.load(tmp_path / "one", 2)
@@ -270,7 +270,7 @@ def test_a_payload_larger_than_the_cache_is_not_read(tmp_path: Path) -> None:
         cache.save(tmp_path / "all")
     with used_cache() as other:
         before = contents(other)
-        with pytest.raises(StateError, match=r"payload: \d+ bytes are more than the \d+ that fit"):
+        with pytest.raises(StateError, match=r"payload: expected at most \d+ bytes, found \d+"):
             other.load(tmp_path / "all")
         assert contents(other) == before
 
@@ -289,7 +289,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
         cache.save(tmp_path / "x")
         old = (tmp_path / "x").read_bytes()
         fill(cache, 5)
-        monkeypatch.setattr(f"rcache_plugin.states.file.os.{function}", broken)
+        monkeypatch.setattr(f"rcache_plugin.states.atomic.os.{function}", broken)
         with pytest.raises(OSError, match="no space"):
             cache.save(tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == old and left_overs(tmp_path) == []
@@ -354,10 +354,10 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     from state_tools import SPEC, fill, used_cache
-    import rcache_plugin.states.file as state_file
+    from rcache_plugin.states import atomic, file, image, streams
 
     folder = Path(sys.argv[1])
-    FILES = (state_file.__file__, state_file.__file__.replace("state_file", "state_io"))
+    FILES = {module.__file__ for module in (atomic, file, image, streams)}
 
     def attempt(step):
         '''In a fork: saves the new state, and is killed when it comes to line number `step`; else ends with 3.'''
@@ -464,7 +464,7 @@ def test_states_go_to_memory_and_come_from_it() -> None:
                 other.state_read(data, to)
                 assert written(other, to) == state
             before = contents(other)
-            with pytest.raises(StateError, match=rf"the state ends after {len(state)} bytes, {len(state) + 5} were"):
+            with pytest.raises(StateError, match=rf"the state ends after {len(state)} bytes, found {len(state) + 5}"):
                 other.state_read(memory, to)
             for too_small in (bytearray(len(state) - 1), bytearray()):
                 with pytest.raises(InvalidArgument, match=f"the state takes {len(state)} bytes, the memory has"):

@@ -141,21 +141,21 @@ def test_what_can_not_be_told_is_said(
     path.write_bytes(struct.pack("<Ii", 0xAF143CD8, 0) + alike)
     doubtful = inspect(path)
     assert doubtful.intact is None and "look the same" in doubtful.problems[0]
-    monkeypatch.setattr(state_inspect, "_ways", lambda *_: [[part], [part, part]])
+    monkeypatch.setattr(state_inspect, "parses", lambda *_: [[part], [part, part]])
     several = inspect(exchanges.files("qwen35") / "stock.session file")
-    assert several.intact is None and several.parts == [] and "in 2 ways" in several.problems[0]
+    assert several.intact is None and several.parts == [] and "2 parses" in several.problems[0]
 
 
 def test_numbers_that_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for data, words in (
-        (struct.pack("<III", 0x6767736E, 10, 1 << 31), "tokens do not fit"),
+        (struct.pack("<III", 0x6767736E, 10, 1 << 31), "too short for 2147483648 tokens"),
         (struct.pack("<IIII", 0x6767736E, 10, 0, 1 << 31), "architecture"),
         (struct.pack("<IIIIII", 0x67677371, 3, 0, 0xFFFFFFFF, 0, 0), "can't be read"),
         (struct.pack("<I", 0xAF143CD8), "length"),
         (struct.pack("<II", 0x67677371, 3), "length"),
-        (struct.pack("<III", 0x67677371, 3, 0) + bytes(1 << 16), "can't be read|ways"),
-        (struct.pack("<IIII", 0x67677371, 3, 0, 1) + bytes(1 << 20), "can't be read|ways"),
+        (struct.pack("<III", 0x67677371, 3, 0) + bytes(1 << 16), "can't be read|parses"),
+        (struct.pack("<IIII", 0x67677371, 3, 0, 1) + bytes(1 << 20), "can't be read|parses"),
     ):
         path.write_bytes(data)
         report = inspect(path)
