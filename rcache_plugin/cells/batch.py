@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, counted
 from .ubatch import BoolArray, Float32Array, Int32Array, UBatch, int32_positions, int32_tokens, seq_id_set
 
 
@@ -66,7 +66,7 @@ class Batch:
         wanted = _last_of_each_set(self.seq_ids) if output is None else np.array(output, dtype=np.bool_)
         for what, length in (("seq_ids", len(self.seq_ids)), ("pos", self.pos.size), ("output", wanted.size)):
             if length != self.n_tokens:
-                raise InvalidArgument(f"{what} has {length} entries for {self.n_tokens} tokens")
+                raise InvalidArgument(f"{what} has length {length} for {counted(self.n_tokens, 'token')}")
         self.output = wanted
 
     def ubatch(self, sets: Sequence[Sequence[int]]) -> UBatch:

@@ -4,7 +4,7 @@ A slot is a contiguous range of cells, ``[head, head + n)``. The host's graph ga
 the first `n_seqs` and writes all of them back::
 
     row       head      head+1   ...  head+n_seqs-1 | head+n_seqs  ...  head+n-1
-    holds     set 0     set 1         last set      | bystanders, moved or kept
+    holds     set 0     set 1         last set      | bystanders, moved or not
     read from s_copy[0] s_copy[1]     ...           | ...          s_copy[n-1]
 
 so a state changes its cell by being read from the old row and written to the new one; nothing else is copied.
@@ -44,7 +44,7 @@ class Move(NamedTuple):
     src: int
     dst: int
     swap: bool
-    """Whether what was in `dst` goes to `src` in turn; else `dst` held nothing."""
+    """Whether the row of `dst` goes to `src` in turn; else `dst` held no state."""
 
 
 class SlotPlan(NamedTuple):
@@ -119,9 +119,9 @@ def plan_slots(
 
 
 def plan_next(table: CellTable, last: SlotPlan, ubatch: UBatch) -> SlotPlan | None:
-    """The plan for a ubatch that goes on with the sets of the last slot; the same as `plan_slots` makes, for less.
+    """The plan for a ubatch that continues the sets of the last slot: what `plan_slots` plans, at less cost.
 
-    None when that is not known: the sets are not those of `last.ubatch` (the very object, see `UBatch.next`), or the
+    None when that is unknown: the sets are not those of `last.ubatch` (the very object, see `UBatch.next`), or the
     table has changed since `last` was committed.
     """
     if ubatch.seq_ids is not last.ubatch.seq_ids or last.epoch_after != table.epoch:
@@ -158,10 +158,10 @@ def commit(table: CellTable, plan: SlotPlan) -> None:
 
 
 def discard(table: CellTable, plan: SlotPlan) -> None:
-    """Takes the states out of a committed slot whose computation failed: they may be half written.
+    """Drops the states of a committed slot whose computation failed: they may be half written.
 
-    Removed are the ubatch's sequences and every bystander that was to be moved; a bystander that stayed in its row is
-    kept. Raises `StalePlan` if the table has changed since the commit.
+    Removed are the ubatch's sequences and every bystander that was to be moved; one that stayed in its row is not.
+    Raises `StalePlan` if the table has changed since the commit.
     """
     if plan.epoch_after != table.epoch:
         raise StalePlan(f"the slot was committed at epoch {plan.epoch_after}, the table is now at {table.epoch}")
@@ -185,7 +185,7 @@ def _plan(table: CellTable, ubatch: UBatch, placement: str, moves: bool) -> Slot
             # Never dearer than classic placement, which reads and writes back each of the k cells that its slot has
             # besides n_seqs usable ones: of the first n_seqs cells of that slot at most k are bystanders
             first = _cheapest_window(table.size, own, draft.empty, ubatch.n_seqs)
-            draft.make_room(first, own)
+            draft.clear_window(first, own)
         if first != CELL_NONE:
             draft.place_at(first)
             return draft.plan(zero_row_always=False)
@@ -301,7 +301,7 @@ class _Draft:
         """A cell for each set, the next empty one for those without, then side by side from the lowest of them on."""
         start = self.table.head
         if start > self.table.used + 2 * self.ubatch.n_seqs:
-            start = 0  # enough room before the head: fill the table from its beginning
+            start = 0  # enough empty cells before the head: fill the table from its beginning
         cells = []
         for seq_id in self.ubatch.primary:
             cell_id = self.tail(seq_id)
@@ -338,7 +338,7 @@ class _Draft:
     def exchange(
         self, one: int, other: int, of_one: tuple[int, int, Owners], of_other: tuple[int, int, Owners]
     ) -> None:
-        """Gives cell `other` what is `of_one`, and cell `one` what is `of_other`; all who own them follow."""
+        """Puts `of_one` into cell `other` and `of_other` into cell `one`; the tails of their owners follow."""
         self.set(one, *of_other)
         self.set(other, *of_one)
         for owner in of_one[2]:
@@ -349,16 +349,16 @@ class _Draft:
     # compact placement
 
     def own_cells(self) -> int:
-        """Bit i: cell i is left by this ubatch, since nobody but its sequences is in there."""
-        going = set(self.ubatch.primary)
+        """Bit i: only sequences of this ubatch own cell i, so it is free once they have left it."""
+        primary = set(self.ubatch.primary)
         own = 0
         for seq_id in self.ubatch.primary:
             cell_id = self.tail(seq_id)
-            if cell_id != CELL_NONE and going.issuperset(self.owners_of(cell_id)):
+            if cell_id != CELL_NONE and primary.issuperset(self.owners_of(cell_id)):
                 own |= 1 << cell_id
         return own
 
-    def make_room(self, first: int, own: int) -> None:
+    def clear_window(self, first: int, own: int) -> None:
         """Moves the bystanders out of the window from `first` on: to empty cells, then in exchange for own ones."""
         window = ((1 << self.ubatch.n_seqs) - 1) << first
         targets = itertools.chain(iter_bits(self.empty & ~window), iter_bits(own & ~window))
@@ -385,7 +385,7 @@ class _Draft:
             self.tails[seq_id] = cell_id
         self.first, self.last = first, first + n_seqs - 1
 
-    # both
+    # plan
 
     def plan(self, zero_row_always: bool) -> SlotPlan:
         """The plan for the cells as they stand; `zero_row_always`: name a zero row even if no set starts from zero."""
@@ -428,7 +428,7 @@ class _Draft:
         )
 
     def snapshots(self, src: list[int], outside: list[int]) -> list[tuple[int, Snapshots]]:
-        """What is left of the snapshots: new ones of the ubatch's sets, the old ones of whoever is not moved."""
+        """The snapshots after the step: new ones of the ubatch's sets, the old ones of cells that are not moved."""
         table = self.table
         if not table.n_rs_seq:
             return []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, counted
 
 Which = Literal["r", "s", "p"]
 """The conv-like state, the ssm state, or the second conv-like state that few models have."""
@@ -56,7 +56,7 @@ class StateType:
     def row_bytes(self, n_elements: int) -> int:
         """Bytes of `n_elements` elements. Raises `InvalidArgument` when they do not fill whole blocks."""
         if n_elements % self.block:
-            raise InvalidArgument(f"{n_elements} elements do not fill whole blocks of {self.block} ({self.name})")
+            raise InvalidArgument(f"{counted(n_elements, 'element')} {self.name}: not in whole blocks of {self.block}")
         return n_elements // self.block * self.block_bytes
 
 
@@ -84,7 +84,7 @@ class CacheSpec:
     def __post_init__(self) -> None:
         for name, counts in (("n_embd_s", self.n_embd_s), ("n_embd_p", self.n_embd_p or self.n_embd_r)):
             if len(self.n_embd_r) != len(counts):
-                raise InvalidArgument(f"n_embd_r has {len(self.n_embd_r)} layers, {name} {len(counts)}")
+                raise InvalidArgument(f"n_embd_r has {counted(len(self.n_embd_r), 'layer')}, {name} {len(counts)}")
         if any(n < 0 for n in (*self.n_embd_r, *self.n_embd_s, *self.n_embd_p)):
             raise InvalidArgument("n_embd_r, n_embd_s and n_embd_p must not be negative")
         if not self.layers:

@@ -1,8 +1,8 @@
 """The cell table: which sequence's state is in which cell, at which position. Needs neither ggml nor cffi.
 
-A cell is room for one sequence's whole state. Several sequences may share a cell (after `CellTable.seq_cp`) until one
-of them goes on. A pin is a sequence that never goes on: it shares a cell and keeps the state that is in it, which is
-all that a checkpoint needs. The table knows nothing of plans: `slots` reads it and hands it a `CellDelta` to apply.
+A cell holds one sequence's whole state. Several sequences may share a cell (after `CellTable.seq_cp`) until one of
+them decodes a token. A pin is an owner that never does: it shares a cell and keeps its state, which is all that a
+checkpoint needs. The table knows nothing of plans: `slots` reads it and hands it a `CellDelta` to apply.
 
 Columns are Python lists, because a step touches single entries; the set of empty cells is one big integer, so that
 "next empty cell" costs a shift instead of a scan.
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import CorruptTable, InvalidArgument, SeqIdError
+from ..errors import CorruptTable, InvalidArgument, SeqIdError, counted
+from .invariants import problems
 from .ubatch import CELL_NONE, POS_MAX, POS_NONE, Int32Array
 
 Owners = tuple[int, ...]
@@ -24,12 +25,12 @@ Owners = tuple[int, ...]
 
 
 class Snapshots(NamedTuple):
-    """What the host's graphs have kept of earlier tokens behind a cell's row, and how far back it was taken."""
+    """The states after earlier tokens that the host's graphs have kept behind a cell's row, and its rollback."""
 
     kept: int
-    """Tokens that the state can go back."""
+    """Tokens that the state can be rolled back by."""
     back: int
-    """Tokens that it has gone back since it was written: it is to be read from that snapshot."""
+    """Tokens that it was rolled back by since it was written: the snapshot that it is read from."""
 
 
 NO_SNAPSHOTS = Snapshots(0, 0)
@@ -41,7 +42,7 @@ class Cell(NamedTuple):
     pos: int
     """Position of the last token folded into the state; `POS_NONE` when empty."""
     src: int
-    """`CELL_NONE`: whoever comes next starts from zero; else the cell itself."""
+    """`CELL_NONE`: the next sequence starts from zero; else the cell itself."""
     seq_ids: Owners
     """Without pins."""
     pins: tuple[int, ...] = ()
@@ -63,7 +64,7 @@ class Columns(NamedTuple):
 class CellDelta(NamedTuple):
     """New values for the cells that one step touches: the slot's window as slices, the few others one by one.
 
-    `CellTable.apply` returns the delta that takes it back, so the cost of undoing is that of the cells touched.
+    `CellTable.apply` returns the delta that undoes it, so an undo costs what the cells touched cost.
     """
 
     head: int
@@ -94,7 +95,7 @@ def _span(p0: int, p1: int) -> tuple[int, int]:
 
 def _check_size(size: int) -> None:
     if not 1 <= size <= POS_MAX:
-        raise InvalidArgument(f"a table of {size} cells: there must be at least 1 and at most {POS_MAX}")
+        raise InvalidArgument(f"size is {size}, not from 1 to {POS_MAX}")
 
 
 def iter_bits(mask: int) -> Iterator[int]:
@@ -109,7 +110,7 @@ class CellTable:
     """`size` cells for sequences ``0 .. n_seq_max - 1`` (default: as many as cells).
 
     With `n_rs_seq` the host's graphs keep the states of that many earlier tokens in rows behind the cells' (snapshot k
-    of cell c is row ``k * size + c``), so that `seq_rm` can take back the last tokens of a step.
+    of cell c is row ``k * size + c``), so that `seq_rm` can roll back the last tokens of a step.
 
     Every change draws a new `epoch`; `slots.commit` refuses a plan made at another one. Raises `InvalidArgument` for a
     size or n_seq_max below 1, or a negative n_rs_seq.
@@ -135,7 +136,7 @@ class CellTable:
         if n_seq_max is not None and n_seq_max < 1:
             raise InvalidArgument(f"n_seq_max is {n_seq_max}, it must be at least 1")
         if n_rs_seq < 0 or size * (1 + n_rs_seq) > POS_MAX:
-            raise InvalidArgument(f"n_rs_seq is {n_rs_seq} for {size} cells")
+            raise InvalidArgument(f"n_rs_seq is {n_rs_seq} for {counted(size, 'cell')}")
         self.size = size
         self.n_seq_max = size if n_seq_max is None else n_seq_max
         self.n_rs_seq = n_rs_seq
@@ -170,7 +171,7 @@ class CellTable:
     def cell(self, cell_id: int) -> Cell:
         """Cell `cell_id`. Raises `InvalidArgument` outside ``0 <= cell_id < size``."""
         if not 0 <= cell_id < self.size:
-            raise InvalidArgument(f"cell {cell_id} is outside the table of {self.size} cells")
+            raise InvalidArgument(f"cell {cell_id} is outside the table of {counted(self.size, 'cell')}")
         owners, n_seq_max = self._owners[cell_id], self.n_seq_max
         if not owners or owners[-1] < n_seq_max:
             return Cell(self._pos[cell_id], self._src[cell_id], owners)
@@ -195,7 +196,7 @@ class CellTable:
         return self._pos, self._src, self._owners, self._tail
 
     def snapshots(self, cell_id: int) -> Snapshots:
-        """What can be taken back of cell `cell_id`. Raises `InvalidArgument` outside the table."""
+        """What cell `cell_id` can be rolled back by. Raises `InvalidArgument` outside the table."""
         self.cell(cell_id)
         return self._snapshots.get(cell_id, NO_SNAPSHOTS)
 
@@ -212,7 +213,7 @@ class CellTable:
         return seq_id
 
     def next_empty(self, start: int, empty: int | None = None) -> int:
-        """The first empty cell from `start` on, going round at the end; `CELL_NONE` when there is none.
+        """The first empty cell from `start` on, wrapping at the end; `CELL_NONE` when there is none.
 
         `empty` stands in for the table's own mask of empty cells.
         """
@@ -231,7 +232,7 @@ class CellTable:
 
         A state can't be erased in part: False, and nothing has changed, when the range takes some of a sequence's
         positions but not all, and for a seq_id that cannot be. True when there was nothing to remove. `SEQ_ANY` takes
-        everything or nothing. Pins stay. With `n_rs_seq` the last tokens can be taken back, once, as far as the last
+        everything or nothing. Pins stay. With `n_rs_seq` the last tokens can be rolled back, once, as far as the last
         step of this sequence has kept snapshots of them and no other sequence or pin shares the state.
         """
         p0, p1 = _span(p0, p1)
@@ -248,12 +249,12 @@ class CellTable:
         if cell_id == CELL_NONE or p0 > self._pos[cell_id]:
             return True
         if p0 > 0 and p1 > self._pos[cell_id]:
-            return self._take_back(cell_id, p0)
+            return self._roll_back(cell_id, p0)
         if p0 > 0 or p1 <= self._pos[cell_id]:
             return False
         self._leave(seq_id)
         if not self._owners[cell_id] and cell_id < self.head:
-            self.head = cell_id  # the next search starts at the room just made
+            self.head = cell_id  # the next search starts at the cell just freed
         self._touch()
         return True
 
@@ -300,88 +301,7 @@ class CellTable:
         self.head = min(self.head, first)
         self._touch()
 
-    # pins
-
-    def pin(self, seq_id: int) -> int:
-        """A new pin on the cell of a sequence: its state stays when the sequence goes on or away. No row is copied.
-
-        Raises `SeqIdError`, and `InvalidArgument` when the sequence is empty.
-        """
-        cell_id = self.tail(seq_id)
-        if cell_id == CELL_NONE:
-            raise InvalidArgument(f"sequence {seq_id} is empty, there is no state to pin")
-        pin = self._new_pin()
-        self._join(self.n_seq_max + pin, cell_id)
-        self._touch()
-        return pin
-
-    def pin_empty(self, cell_id: int, pos: int) -> int:
-        """A new pin on an empty cell, for a state at position `pos` whose rows the caller has put there.
-
-        Raises `InvalidArgument` for a cell that is not empty or a position that is none.
-        """
-        self.cell(cell_id)
-        if self._owners[cell_id] or not 0 <= pos <= POS_MAX:
-            raise InvalidArgument(f"a state at position {pos} can't be put into cell {cell_id}: {self.cell(cell_id)}")
-        self._pos[cell_id], self._src[cell_id] = pos, cell_id
-        pin = self._new_pin()
-        self._join(self.n_seq_max + pin, cell_id)
-        self._touch()
-        return pin
-
-    def of_pins(self, pins: Sequence[int]) -> CellTable:
-        """A table of the same cells in which the state of the i-th of these pins is sequence i's; there is no other.
-
-        Raises `InvalidArgument` as `pin_cell`; two of the pins must not share a cell.
-        """
-        other = CellTable(self.size, max(len(pins), 1), self.n_rs_seq)
-        for seq_id, pin in enumerate(pins):
-            cell_id = self.pin_cell(pin)
-            other._pos[cell_id], other._src[cell_id] = self._pos[cell_id], cell_id
-            other._join(seq_id, cell_id)
-            other._set_snapshots(cell_id, self.snapshots(cell_id))
-        other.check()
-        return other
-
-    def _new_pin(self) -> int:
-        if self._free_pins:
-            return self._free_pins.pop()
-        self._tail.append(CELL_NONE)
-        return len(self._tail) - 1 - self.n_seq_max
-
-    def unpin(self, pin: int) -> None:
-        """Gives a pin back; a cell without other owners is empty then. Raises `InvalidArgument` as `pin_cell`."""
-        cell_id = self.pin_cell(pin)
-        self._leave(self.n_seq_max + pin)
-        self._free_pins.append(pin)
-        if not self._owners[cell_id] and cell_id < self.head:
-            self.head = cell_id
-        self._touch()
-
-    def pin_cell(self, pin: int) -> int:
-        """The cell of a pin. Raises `InvalidArgument` for one not given out, or whose cell was dropped."""
-        owner = self.n_seq_max + pin
-        cell_id = self._tail[owner] if self.n_seq_max <= owner < len(self._tail) else CELL_NONE
-        if cell_id == CELL_NONE:
-            raise InvalidArgument(f"pin {pin} holds no cell")
-        return cell_id
-
-    def is_pin(self, pin: int) -> bool:
-        """Whether `pin` holds a cell."""
-        owner = self.n_seq_max + pin
-        return self.n_seq_max <= owner < len(self._tail) and self._tail[owner] != CELL_NONE
-
-    def go_to_pin(self, seq_id: int, pin: int) -> None:
-        """Lets a sequence share the pinned state; what it had is dropped. No row is copied.
-
-        Raises `SeqIdError`, and `InvalidArgument` as `pin_cell`.
-        """
-        self.check_seq_id(seq_id)
-        cell_id = self.pin_cell(pin)
-        if self._tail[seq_id] != cell_id:
-            self._leave(seq_id)
-            self._join(seq_id, cell_id)
-        self._touch()
+    # positions
 
     def seq_add(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
         """Adds `shift` to the position of a sequence if that is in ``[p0, p1)``; the state itself has no position.
@@ -415,8 +335,93 @@ class CellTable:
         tails = self._tail[: self.n_seq_max]
         return [POS_NONE if cell_id == CELL_NONE else pos[cell_id] for cell_id in tails]
 
+    # pins
+
+    def pin(self, seq_id: int) -> int:
+        """A new pin on the cell of a sequence: its state stays when the sequence decodes or is removed.
+
+        No row is copied. Raises `SeqIdError`, and `InvalidArgument` when the sequence is empty.
+        """
+        cell_id = self.tail(seq_id)
+        if cell_id == CELL_NONE:
+            raise InvalidArgument(f"sequence {seq_id} is empty: it has no state to pin")
+        pin = self._new_pin()
+        self._join(self.n_seq_max + pin, cell_id)
+        self._touch()
+        return pin
+
+    def pin_empty(self, cell_id: int, pos: int) -> int:
+        """A new pin on an empty cell, for a state at position `pos` whose rows the caller has put there.
+
+        Raises `InvalidArgument` for a cell that is not empty or a position that is none.
+        """
+        self.cell(cell_id)
+        if self._owners[cell_id] or not 0 <= pos <= POS_MAX:
+            raise InvalidArgument(f"a state at position {pos} can't be put into cell {cell_id}: {self.cell(cell_id)}")
+        self._pos[cell_id], self._src[cell_id] = pos, cell_id
+        pin = self._new_pin()
+        self._join(self.n_seq_max + pin, cell_id)
+        self._touch()
+        return pin
+
+    def of_pins(self, pins: Sequence[int]) -> CellTable:
+        """A table of the same cells in which the state of the i-th of these pins is sequence i's, and no others.
+
+        Raises `InvalidArgument` as `pin_cell`; two of the pins must not share a cell.
+        """
+        other = CellTable(self.size, max(len(pins), 1), self.n_rs_seq)
+        for seq_id, pin in enumerate(pins):
+            cell_id = self.pin_cell(pin)
+            other._pos[cell_id], other._src[cell_id] = self._pos[cell_id], cell_id
+            other._join(seq_id, cell_id)
+            other._set_snapshots(cell_id, self.snapshots(cell_id))
+        other.check()
+        return other
+
+    def _new_pin(self) -> int:
+        if self._free_pins:
+            return self._free_pins.pop()
+        self._tail.append(CELL_NONE)
+        return len(self._tail) - 1 - self.n_seq_max
+
+    def unpin(self, pin: int) -> None:
+        """Releases a pin; a cell without other owners is empty then. Raises `InvalidArgument` as `pin_cell`."""
+        cell_id = self.pin_cell(pin)
+        self._leave(self.n_seq_max + pin)
+        self._free_pins.append(pin)
+        if not self._owners[cell_id] and cell_id < self.head:
+            self.head = cell_id
+        self._touch()
+
+    def pin_cell(self, pin: int) -> int:
+        """The cell of a pin. Raises `InvalidArgument` for one that holds no cell."""
+        owner = self.n_seq_max + pin
+        cell_id = self._tail[owner] if self.n_seq_max <= owner < len(self._tail) else CELL_NONE
+        if cell_id == CELL_NONE:
+            raise InvalidArgument(f"pin {pin} holds no cell")
+        return cell_id
+
+    def is_pin(self, pin: int) -> bool:
+        """Whether `pin` holds a cell."""
+        owner = self.n_seq_max + pin
+        return self.n_seq_max <= owner < len(self._tail) and self._tail[owner] != CELL_NONE
+
+    def go_to_pin(self, seq_id: int, pin: int) -> None:
+        """Lets a sequence share the pinned state; what it had is dropped. No row is copied.
+
+        Raises `SeqIdError`, and `InvalidArgument` as `pin_cell`.
+        """
+        self.check_seq_id(seq_id)
+        cell_id = self.pin_cell(pin)
+        if self._tail[seq_id] != cell_id:
+            self._leave(seq_id)
+            self._join(seq_id, cell_id)
+        self._touch()
+
+    # whole table
+
     def clear(self) -> None:
-        """Forgets every sequence and pin. Rows are not the table's business: new sequences start from zero."""
+        """Forgets every sequence and pin. Rows are the caller's: new sequences start from zero."""
         self._pos = [POS_NONE] * self.size
         self._src = [CELL_NONE] * self.size
         self._owners: list[Owners] = [()] * self.size
@@ -431,7 +436,7 @@ class CellTable:
         """Changes the number of cells and keeps every state and pin; returns which cells move, as (old, new).
 
         States beyond the new end move to the first empty cells; the others stay. Each is then in its own row: snapshots
-        are given up, and a state that was taken back has to be copied from `row_of` its old cell. `n_seq_max` defaults
+        are dropped, and a state that was rolled back has to be copied from `row_of` its old cell. `n_seq_max` defaults
         to the larger of what it was and `n_cells`. The slot of the last step is forgotten. Raises `InvalidArgument`,
         with nothing changed, when the states or the ids in use do not fit.
         """
@@ -439,7 +444,7 @@ class CellTable:
         if n_seq_max is None:
             n_seq_max = max(self.n_seq_max, n_cells)
         if n_cells < self.used:
-            raise InvalidArgument(f"{self.used} cells are in use, they do not fit into {n_cells}")
+            raise InvalidArgument(f"{n_cells} is too small: {counted(self.used, 'cell')} in use")
         live = [seq_id for seq_id, cell_id in enumerate(self._tail[: self.n_seq_max]) if cell_id != CELL_NONE]
         if n_seq_max < max(live, default=0) + 1:
             in_use = f"sequence {max(live)} is in use" if live else "it must be at least 1"
@@ -478,12 +483,12 @@ class CellTable:
         Pins stay; rows are the caller's. Raises `InvalidArgument`, with nothing changed, when they do not fit, and
         `CorruptTable` for a sequence in two cells or an id that cannot be.
         """
-        room = self.unpinned_cells()
-        if len(cells) > len(room):
-            raise InvalidArgument(f"{len(cells)} states do not fit into {len(room)} cells")
+        free = self.unpinned_cells()
+        if len(cells) > len(free):
+            raise InvalidArgument(f"not enough cells: {counted(len(cells), 'state')} for {counted(len(free), 'cell')}")
         other = self.copy()
         other.drop_sequences()
-        for cell_id, (pos, seq_ids) in zip(room, cells, strict=False):
+        for cell_id, (pos, seq_ids) in zip(free, cells, strict=False):
             other._pos[cell_id], other._src[cell_id] = pos, cell_id
             for seq_id in seq_ids:
                 other._join(other.check_seq_id(seq_id), cell_id)
@@ -493,7 +498,7 @@ class CellTable:
         self._touch()
 
     def drop_cells(self, cell_ids: Iterable[int]) -> None:
-        """Removes every sequence and pin of these cells and what is known of their rows: the next one starts from zero.
+        """Removes every sequence and pin of these cells: the next sequence in them starts from zero.
 
         Raises `InvalidArgument` for a cell outside the table, with nothing changed.
         """
@@ -511,6 +516,11 @@ class CellTable:
         other.head, other.n, other.rs_z, other.epoch = self.head, self.n, self.rs_z, self.epoch
         return other
 
+    def check(self) -> None:
+        """Verifies every invariant of the table. Raises `CorruptTable` with the first that does not hold."""
+        for problem in problems(self, self._free_pins, self._snapshots):
+            raise CorruptTable(problem)
+
     # steps
 
     def new_epoch(self) -> int:
@@ -518,7 +528,7 @@ class CellTable:
         return next(_EPOCHS)
 
     def apply(self, delta: CellDelta, epoch: int) -> CellDelta:
-        """Writes the new values and takes on `epoch`; returns the delta that takes it back.
+        """Writes the new values and takes on `epoch`; returns the delta that undoes it.
 
         Only for values that were planned on this very state, see `slots.commit`.
         """
@@ -547,59 +557,6 @@ class CellTable:
         self.head, self.n, self.rs_z, self.epoch = delta.head, delta.n, delta.rs_z, epoch
         return undo
 
-    def check(self) -> None:
-        """Verifies every invariant of the table. Raises `CorruptTable` with the first that does not hold."""
-        for problem in self._problems():
-            raise CorruptTable(problem)
-
-    def _problems(self) -> Iterator[str]:
-        for name, column, length in (
-            ("pos", self._pos, self.size), ("src", self._src, self.size), ("owners", self._owners, self.size)
-        ):
-            if len(column) != length:
-                yield f"column {name} has {len(column)} entries instead of {length}"
-        if len(self._tail) < self.n_seq_max:
-            yield f"column tail has {len(self._tail)} entries for {self.n_seq_max} sequences"
-        empty = sum(1 << i for i, owners in enumerate(self._owners) if not owners)
-        if empty != self._empty:
-            yield f"the mask of empty cells is {self._empty:#x}, counted {empty:#x}"
-        tails = [CELL_NONE] * len(self._tail)
-        for i, owners in enumerate(self._owners):
-            if list(owners) != sorted(set(owners)):
-                yield f"cell {i} has owners {owners}, not in ascending order or repeated"
-            if bool(owners) != (self._pos[i] != POS_NONE):
-                yield f"cell {i} is at position {self._pos[i]} with owners {owners}"
-            if not POS_NONE <= self._pos[i] <= POS_MAX:
-                yield f"cell {i} is at position {self._pos[i]}"
-            if self._src[i] not in (CELL_NONE, i):
-                yield f"cell {i} still has the source {self._src[i]}"
-            if owners and self._src[i] == CELL_NONE:
-                yield f"cell {i} has owners {owners} and no state"
-            for seq_id in owners:
-                if not 0 <= seq_id < len(tails):
-                    yield f"cell {i} belongs to sequence {seq_id}, but n_seq_max is {self.n_seq_max}"
-                elif tails[seq_id] != CELL_NONE:
-                    yield f"sequence {seq_id} is in the cells {tails[seq_id]} and {i}"
-                else:
-                    tails[seq_id] = i
-        for seq_id, (found, kept) in enumerate(zip(tails, self._tail, strict=False)):
-            if found != kept:
-                yield f"the tail of sequence {seq_id} is {kept}, but its cell is {found}"
-        for pin in range(len(self._tail) - self.n_seq_max):
-            if self.is_pin(pin) == (pin in self._free_pins):
-                yield f"pin {pin} is {'both held and free' if self.is_pin(pin) else 'neither held nor free'}"
-        if len(set(self._free_pins)) != len(self._free_pins):
-            yield f"a pin is free twice: {self._free_pins}"
-        for cell_id, (kept, back) in self._snapshots.items():
-            if (kept, back) == NO_SNAPSHOTS or not self._owners[cell_id]:
-                yield f"cell {cell_id} with owners {self._owners[cell_id]} has snapshots {kept}, {back} on record"
-            if not (0 <= kept <= self.n_rs_seq and 0 <= back <= self.n_rs_seq):
-                yield f"cell {cell_id} has snapshots {kept}, {back} of {self.n_rs_seq}"
-        if not 0 <= self.head < self.size:
-            yield f"head is {self.head} of {self.size} cells"
-        if self.n < 0 or self.n > self.size or not CELL_NONE <= self.rs_z < self.size:
-            yield f"n is {self.n}, rs_z is {self.rs_z}, of {self.size} cells"
-
     # single entries
 
     def _set_owners(self, cell_id: int, owners: Owners) -> None:
@@ -612,7 +569,7 @@ class CellTable:
         self._tail[seq_id] = cell_id
 
     def _leave(self, seq_id: int) -> None:
-        """Takes a sequence out of its cell, if it has one; a cell that nobody has left is empty."""
+        """Takes a sequence out of its cell, if it has one; a cell without owners is empty."""
         cell_id = self._tail[seq_id]
         if cell_id == CELL_NONE:
             return
@@ -629,8 +586,8 @@ class CellTable:
         else:
             self._snapshots[cell_id] = snapshots
 
-    def _take_back(self, cell_id: int, p0: int) -> bool:
-        """Lets the state of a cell end before position `p0`, if a snapshot of it was kept."""
+    def _roll_back(self, cell_id: int, p0: int) -> bool:
+        """Rolls a cell back to the state before position `p0`, if there is a snapshot of it."""
         kept, back = self._snapshots.get(cell_id, NO_SNAPSHOTS)
         n_tokens = self._pos[cell_id] - (p0 - 1)
         if back or n_tokens > kept or len(self._owners[cell_id]) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, counted
 
 POS_NONE = -1
 """Position of a cell that holds nothing."""
@@ -28,7 +28,7 @@ def _frozen(values: Any, dtype: Any, what: str, n_rows: int) -> npt.NDArray[Any]
     """A private, read-only array of `n_rows` rows."""
     array = np.array(values, dtype=dtype)
     if array.ndim == 0 or array.shape[0] != n_rows:
-        raise InvalidArgument(f"{what} has shape {array.shape}, expected {n_rows} rows")
+        raise InvalidArgument(f"{what} has shape {array.shape}, expected {counted(n_rows, 'row')}")
     array.setflags(write=False)
     return array
 
@@ -163,7 +163,7 @@ class UBatch:
         positions = int32_positions(pos)
         n_tokens = len(positions)
         if n_tokens == 0 or n_tokens % n_seqs:
-            raise InvalidArgument(f"{n_tokens} positions can't be shared out among {n_seqs} sequences")
+            raise InvalidArgument(f"{counted(n_tokens, 'position')}: not equally many for {counted(n_seqs, 'sequence')}")
         n_seq_tokens = n_tokens // n_seqs
         put = object.__setattr__
         put(self, "seq_ids", sets)
@@ -177,7 +177,7 @@ class UBatch:
         put(self, "pos_last", positions[n_seq_tokens - 1 :: n_seq_tokens].tolist())
         tokens = None if token is None else int32_tokens(token)
         if tokens is not None and len(tokens) != n_tokens:
-            raise InvalidArgument(f"token has {len(tokens)} entries for {n_tokens} positions")
+            raise InvalidArgument(f"token has length {len(tokens)} for {counted(n_tokens, 'position')}")
         put(self, "token", tokens)
         put(self, "embd", None)
         put(self, "output", None)
