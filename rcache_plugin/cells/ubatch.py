@@ -163,7 +163,8 @@ class UBatch:
         positions = int32_positions(pos)
         n_tokens = len(positions)
         if n_tokens == 0 or n_tokens % n_seqs:
-            raise InvalidArgument(f"{counted(n_tokens, 'position')}: not equally many for {counted(n_seqs, 'sequence')}")
+            shape = f"{counted(n_tokens, 'position')} for {counted(n_seqs, 'sequence')}"
+            raise InvalidArgument(f"{shape}: each sequence needs the same number, at least 1")
         n_seq_tokens = n_tokens // n_seqs
         put = object.__setattr__
         put(self, "seq_ids", sets)
