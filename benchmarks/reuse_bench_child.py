@@ -145,15 +145,15 @@ def rollback(path: str, n: int) -> dict[str, Any]:
             timed("back", back)
             timed("once more", back)
         else:
-            kept = timed("keep", lambda: llm.rcache.checkpoint(0))
+            kept = timed("keep", lambda: llm.rcache.checkpoints.make(0))
             llm.eval(text(2, 8001))
-            ahead = llm.rcache.checkpoint(0)
+            ahead = llm.rcache.checkpoints.make(0)
             timed("back", back)
-            llm.rcache.restore(ahead, 0)
+            llm.rcache.checkpoints.restore(ahead, 0)
             timed("once more", back)
-            llm.rcache.release(ahead)
+            llm.rcache.checkpoints.release(ahead)
             assert kept.valid
-            llm.rcache.release(kept)
+            llm.rcache.checkpoints.release(kept)
         llm.n_tokens = len(prompt)
     return {"seconds": {name: sorted(each)[n // 2] for name, each in seconds.items()}, "state_bytes": size}
 
@@ -179,13 +179,13 @@ def copies(path: str) -> dict[str, Any]:
     def rows() -> dict[tuple[int, str, int], bytes]:
         return {
             (cell, which, il): cache.buffers.get_row(which, il, cell)
-            for cell in range(cache.size) for il in range(cache.spec.n_layer) for which in ("r", "s")
+            for cell in range(cache.table.size) for il in range(cache.spec.n_layer) for which in ("r", "s")
         }
 
     before = rows()
     for name in watched:
         setattr(block, name, counted(name))
-    kept = cache.checkpoint(0)
+    kept = cache.checkpoints.make(0)
     made = dict(calls)
     for name in watched:
         setattr(block, name, originals[name])
@@ -195,7 +195,7 @@ def copies(path: str) -> dict[str, Any]:
     llm.eval([1])
     calls["bystanders"] += cache.plan.n - cache.plan.n_seqs
     moved = cache.table.tail(0) != cache.table.pin_cell(kept.pin)
-    cache.restore(kept, 0)
+    cache.checkpoints.restore(kept, 0)
     llm.n_tokens = 64
     llm.eval([1])
     calls["bystanders"] += cache.plan.n - cache.plan.n_seqs
@@ -203,7 +203,7 @@ def copies(path: str) -> dict[str, Any]:
         setattr(block, name, originals[name])
     cell = cache.table.pin_cell(kept.pin)
     same = all(before[key] == row for key, row in rows().items() if key[0] == cell)
-    cache.release(kept)
+    cache.checkpoints.release(kept)
     return {"making": made, "bytes_changed": changed, "until_back": calls, "moved": moved, "same": same}
 
 

@@ -21,20 +21,20 @@ args = parser.parse_args()
 
 llm = Llama(str(args.model), n_ctx=4096, n_threads=args.threads, verbose=False)
 cache = llm.rcache
-if cache is None or cache.own_lineage:  # an attention half can't go to another state: use Llama.generate there
+if cache is None or cache.checkpoints.hybrid:  # an attention half can't go to another state: use Llama.generate there
     raise SystemExit(f"{args.model} is not a purely recurrent model")
 
 prompt = llm.tokenize(args.prompt.encode())
 llm.eval(prompt[:-1])
-start = cache.checkpoint(0)
+start = cache.checkpoints.make(0)
 for seed in range(args.branches):
-    cache.restore(start, 0)  # points sequence 0 at the kept state, copies nothing
+    cache.checkpoints.restore(start, 0)  # points sequence 0 at the checkpoint, copies nothing
     llm.n_tokens = start.n_tokens
     llm.set_seed(seed)
     tokens = list(islice(llm.generate(prompt[-1:], temp=args.temp, reset=False), args.n_predict))
     text = llm.detokenize(tokens, prev_tokens=prompt).decode(errors="replace")
     print(f"{seed}: {' '.join(text.split())}")
-cache.release(start)
+cache.checkpoints.release(start)
 
 stats = cache.stats()
 afresh = args.branches * (len(prompt) + args.n_predict - 1)

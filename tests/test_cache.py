@@ -41,14 +41,14 @@ def read_row(cache: RecurrentCache, cell: int) -> set[float]:
 
 def test_sizes_and_tensors() -> None:
     with RecurrentCache(SPEC, 5) as cache:
-        assert cache.size == 5 == cache.n_seq_max and cache.used == 0
-        assert cache.size_r_bytes == 5 * 9 * 4 and cache.size_s_bytes == 5 * 15 * 4
-        assert cache.total_size >= cache.size_r_bytes + cache.size_s_bytes
-        assert sum(cache.memory_breakdown().values()) == cache.total_size
-        assert cache.r_tensor(0) and cache.s_tensor(2) and cache.r_tensor(1) is None
+        assert cache.table.size == 5 == cache.table.n_seq_max and cache.table.used == 0
+        assert cache.buffers.size_r_bytes == 5 * 9 * 4 and cache.buffers.size_s_bytes == 5 * 15 * 4
+        assert cache.buffers.total_size >= cache.buffers.size_r_bytes + cache.buffers.size_s_bytes
+        assert sum(cache.buffers.memory_breakdown().values()) == cache.buffers.total_size
+        assert cache.buffers.tensor("r", 0) and cache.buffers.tensor("s", 2) and cache.buffers.tensor("r", 1) is None
         for il in (-1, 3):
             with pytest.raises(InvalidArgument, match="layer"):
-                cache.r_tensor(il)
+                cache.buffers.tensor("r", il)
 
 
 def test_new_sequence_finds_zeros_whatever_the_row_held() -> None:
@@ -74,8 +74,8 @@ def test_a_step_that_starts_nothing_clears_nothing() -> None:
 
 def busy(cache: RecurrentCache) -> None:
     """A sequence in each cell, with a row of its own number."""
-    cache.find_slot(UBatch([(i,) for i in range(cache.size)], [0] * cache.size))
-    for cell in range(cache.size):
+    cache.find_slot(UBatch([(i,) for i in range(cache.table.size)], [0] * cache.table.size))
+    for cell in range(cache.table.size):
         write_row(cache, cell, float(cell))
 
 
@@ -134,14 +134,14 @@ def test_prepared_plans_are_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(args)
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rcache_plugin.cache.plan_slots", counted)
+    monkeypatch.setattr("rcache_plugin.cells.planner.plan_slots", counted)
     with RecurrentCache(SPEC, 4, allocate=False) as cache:
         ubatches = [UBatch([(0,), (1,)], [0, 0]), UBatch.single(1, 1), UBatch.single(2, 0)]
         assert cache.prepare(ubatches)
-        assert len(made) == 1 and cache.used == 0
+        assert len(made) == 1 and cache.table.used == 0
         for ubatch in ubatches:
             assert cache.find_slot(ubatch) is not None
-        assert len(made) == 1 and cache.used == 3
+        assert len(made) == 1 and cache.table.used == 3
 
         # a change in between, or another ubatch than announced: planned anew, and right
         assert cache.prepare([UBatch.single(0, 1)])
@@ -156,7 +156,7 @@ def test_prepared_plans_are_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prepare_that_does_not_fit() -> None:
     with RecurrentCache(SPEC, 1, n_seq_max=2, allocate=False) as cache:
         assert cache.prepare([UBatch.single(0, 0), UBatch.single(1, 0)]) is False
-        assert cache.used == 0 and cache.find_slot(UBatch.single(1, 0)) is not None
+        assert cache.table.used == 0 and cache.find_slot(UBatch.single(1, 0)) is not None
         with pytest.raises(SeqIdError, match="n_seq_max=2"):
             cache.prepare([UBatch.single(2, 0)])
 
@@ -181,10 +181,10 @@ def test_resize_keeps_every_state(n_cells: int) -> None:
         for seq_id in (0, 2, 3):
             cache.seq_rm(seq_id)
         cache.seq_cp(5, 0)
-        before = cache.r_tensor(0)
+        before = cache.buffers.tensor("r", 0)
         cache.resize(n_cells)
         cache.table.check()
-        assert cache.size == n_cells and cache.used == 3 and cache.r_tensor(0) != before
+        assert cache.table.size == n_cells and cache.table.used == 3 and cache.buffers.tensor("r", 0) != before
         assert {s: read_row(cache, cache.table.tail(s)) for s in (0, 1, 4, 5)} == {
             0: {15.0}, 1: {11.0}, 4: {14.0}, 5: {15.0},
         }
@@ -200,7 +200,7 @@ def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     with RecurrentCache(SPEC, 4) as cache:
         cache.find_slot(UBatch([(0,), (1,), (3,)], [0, 0, 0]))
         write_row(cache, 2, 5.0)
-        columns, tensor = cache.table.columns(), cache.r_tensor(0)
+        columns, tensor = cache.table.columns(), cache.buffers.tensor("r", 0)
         for bad in ({"n_cells": 2}, {"n_cells": 8, "n_seq_max": 3}, {"n_cells": 0}, {"n_cells": 1 << 50}):
             with pytest.raises(InvalidArgument):
                 cache.resize(**bad)
@@ -208,7 +208,7 @@ def test_resize_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(AllocationError):
             cache.resize(8)
         assert same_columns(cache.table.columns(), columns)
-        assert cache.r_tensor(0) == tensor and read_row(cache, 2) == {5.0}
+        assert cache.buffers.tensor("r", 0) == tensor and read_row(cache, 2) == {5.0}
 
 
 def test_clear_with_and_without_data() -> None:
@@ -216,7 +216,7 @@ def test_clear_with_and_without_data() -> None:
         cache.find_slot(UBatch([(0,), (1,)], [0, 0]))
         write_row(cache, 1, 3.0)
         cache.clear(data=False)
-        assert cache.used == 0 and read_row(cache, 1) == {3.0}
+        assert cache.table.used == 0 and read_row(cache, 1) == {3.0}
         plan = cache.find_slot(UBatch([(0,), (1,)], [0, 0]))
         assert plan is not None and plan.src.tolist() == [-1, -1] and read_row(cache, plan.rs_z) == {0.0}
         cache.clear()
@@ -231,9 +231,9 @@ def test_discarded_slot() -> None:
         assert [cache.seq_pos_max(s) for s in range(3)] == [-1, -1, -1]
         cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
         cache.find_slot(UBatch([(0,), (2,)], [1, 1]))
-        assert cache.n == 3
+        assert cache.table.n == 3
         cache.discard_slot()
-        assert cache.used == 0, "row 1 and 2 were exchanged"
+        assert cache.table.used == 0, "row 1 and 2 were exchanged"
         cache.find_slot(UBatch([(0,), (1,), (2,)], [0, 0, 0]))
         cache.find_slot(UBatch([(1,)], [1]))
         cache.discard_slot()
@@ -254,9 +254,10 @@ def test_closed() -> None:
         lambda: cache.find_slot(UBatch.single(0, 0)), lambda: cache.prepare([]), lambda: cache.seq_rm(0),
         lambda: cache.seq_cp(0, 1), lambda: cache.seq_keep(0), lambda: cache.seq_add(0, 0, -1, 1),
         lambda: cache.seq_div(0, 0, -1, 2), lambda: cache.seq_pos_max(0), lambda: cache.seq_pos_min(0),
-        lambda: cache.clear(), lambda: cache.resize(3), lambda: cache.r_tensor(0), lambda: cache.s_tensor(0),
-        lambda: cache.s_copy(0), lambda: cache.s_mask(0), lambda: cache.discard_slot(), lambda: cache.can_shift,
-        lambda: cache.size, lambda: cache.used, lambda: cache.total_size, lambda: cache.memory_breakdown(),
+        lambda: cache.clear(), lambda: cache.resize(3), lambda: cache.buffers.tensor("r", 0),
+        lambda: cache.buffers.tensor("s", 0), lambda: cache.s_copy(0), lambda: cache.s_mask(0),
+        lambda: cache.discard_slot(), lambda: cache.positions(), lambda: cache.state_size(),
+        lambda: cache.buffers.total_size, lambda: cache.buffers.memory_breakdown(), lambda: cache.checkpoints.all(),
     )
     for call in calls:
         with pytest.raises(ClosedError):
@@ -265,11 +266,11 @@ def test_closed() -> None:
 
 def test_without_buffers() -> None:
     with RecurrentCache(SPEC, 2, allocate=False) as cache:
-        assert cache.total_size == 0 and cache.memory_breakdown() == {}
+        assert cache.buffers is None
         with pytest.raises(Unsupported):
-            cache.r_tensor(0)
+            cache.with_buffers()
         cache.resize(4)
-        assert cache.size == 4
+        assert cache.table.size == 4
 
 
 def test_threads_take_turns() -> None:
@@ -300,8 +301,8 @@ def test_second_conv_history() -> None:
 
     spec = CacheSpec.make([6, 0], [10, 0], n_embd_p=[4, 0])
     with RecurrentCache(spec, 2) as cache:
-        assert cache.p_tensor(0) and cache.p_tensor(1) is None
-        assert cache.total_size >= 2 * spec.cell_bytes == 2 * 80
+        assert cache.buffers.tensor("p", 0) and cache.buffers.tensor("p", 1) is None
+        assert cache.buffers.total_size >= 2 * spec.cell_bytes == 2 * 80
         cache.find_slot(UBatch.single(0, 4))
         assert cache.buffers is not None
         cache.buffers.set_row("p", 0, 0, np.arange(4, dtype=np.float32).tobytes())
@@ -363,10 +364,10 @@ def test_every_cut_of_a_state_is_refused_and_nothing_changes() -> None:
 def with_checkpoint(cache: RecurrentCache) -> int:
     """Sequence 0 goes on from a kept state; returns the cell that keeps it. The rows of each cell hold its number."""
     cache.find_slot(UBatch.single(0, 0, 3, [5, 6, 7]))
-    kept = cache.checkpoint(0)
+    kept = cache.checkpoints.make(0)
     cache.find_slot(UBatch.single(0, 3, 1, [8]))
     cache.find_slot(UBatch.single(1, 0, 2, [1, 2]))
-    for cell in range(cache.size):
+    for cell in range(cache.table.size):
         write_row(cache, cell, cell + 1.0)
     assert kept is not None
     return cache.table.pin_cell(kept.pin)
@@ -389,9 +390,9 @@ def test_a_state_is_written_without_checkpoints_and_restored_around_them() -> No
                 target.table.check()
                 assert read_row(target, target.table.tail(0)) == rows[0]
         assert [plain.seq_pos_max(seq) for seq in (0, 1)] == [3, 1] and read_row(plain, plain.table.tail(1)) == rows[1]
-        assert read_row(cache, cell) == {cell + 1.0} and len(cache.checkpoints()) == 1
-        assert cache.tokens(0).tolist() == []  # what came in by bytes is not known by its tokens
-        cache.set_tokens(0, [5, 6, 7, 8])
+        assert read_row(cache, cell) == {cell + 1.0} and len(cache.checkpoints.all()) == 1
+        assert cache.checkpoints.tokens(0).tolist() == []  # what came in by bytes is not known by its tokens
+        cache.checkpoints.set_tokens(0, [5, 6, 7, 8])
         assert cache.seq_rm(0, 3, -1) and cache.table.tail(0) == cell
 
 
@@ -405,7 +406,7 @@ def test_more_states_than_cells_take_those_of_checkpoints() -> None:
         larger.state_write(file)
         with_checkpoint(cache)
         cache.state_read(io.BytesIO(file.getvalue()))
-        assert cache.positions() == [0, 1, 2, 3] and cache.checkpoints() == []
+        assert cache.positions() == [0, 1, 2, 3] and cache.checkpoints.all() == []
         assert cache.stats().checkpoints_evicted == 1
         cache.table.check()
 
@@ -414,16 +415,16 @@ def test_clearing_with_data_zeroes_the_rows_of_checkpoints_too() -> None:
     with RecurrentCache(SPEC, 2, checkpoint_cells=2) as cache:
         with_checkpoint(cache)
         cache.clear(data=False)
-        assert len(cache.checkpoints()) == 1 and cache.used == 1
+        assert len(cache.checkpoints.all()) == 1 and cache.table.used == 1
         cache.clear(data=True)
-        assert cache.used == 0 and all(read_row(cache, cell) == {0.0} for cell in range(cache.size))
+        assert cache.table.used == 0 and all(read_row(cache, cell) == {0.0} for cell in range(cache.table.size))
 
 
 def test_resizing_moves_the_rows_of_checkpoints() -> None:
     with RecurrentCache(SPEC, 3, checkpoint_cells=2) as cache:
         cell = with_checkpoint(cache)
-        (kept,) = cache.checkpoints()
+        (kept,) = cache.checkpoints.all()
         for n_cells in (6, 2):
             cache.resize(n_cells)
-            assert cache.size == n_cells + 2 and kept.valid
+            assert cache.table.size == n_cells + 2 and kept.valid
             assert read_row(cache, cache.table.pin_cell(kept.pin)) == {cell + 1.0}

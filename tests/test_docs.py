@@ -46,12 +46,14 @@ def test_the_examples_of_checkpoints_run(code: str) -> None:
 
 
 def test_the_page_on_checkpoints_names_what_there_is() -> None:
-    from rcache_plugin import RecurrentCache
+    from rcache_plugin.checkpoints.api import Checkpoints
     from rcache_plugin.hosts.llama import Options
 
     page = (ROOT / "docs" / "checkpoints.md").read_text()
-    for call in re.findall(r"^\| `(\w+)\(", page, re.M):
-        assert hasattr(RecurrentCache, call), call
+    calls = re.findall(r"^\| `checkpoints\.(\w+)", page, re.M)
+    assert len(calls) >= 10
+    for call in calls:
+        assert hasattr(Checkpoints, call), call
     options = dict(re.findall(r"^\| `(\w+)=(\w+)` \|", page, re.M))
     assert len(options) == 4 and {name: str(getattr(Options(), name)) for name in options} == options
 

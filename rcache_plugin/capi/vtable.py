@@ -193,7 +193,7 @@ class CacheRequest(NamedTuple):
     ggml_library: str | None
     n_rs_seq: int
     checkpoint_cells: int
-    own_lineage: bool
+    hybrid: bool
 
     def make(self) -> RecurrentCache:
         """The cache as asked for."""
@@ -202,7 +202,7 @@ class CacheRequest(NamedTuple):
         return RecurrentCache(
             self.spec, self.n_cells, n_seq_max=self.n_seq_max, placement=self.placement, bufts=self.bufts,
             ggml=GgmlLib.find(self.ggml_library), n_rs_seq=self.n_rs_seq,
-            checkpoint_cells=self.checkpoint_cells, own_lineage=self.own_lineage,
+            checkpoint_cells=self.checkpoint_cells, hybrid=self.hybrid,
         )
 
 
@@ -302,15 +302,15 @@ def _seq_rm(table: HostVTable, seq_id: int, p0: int, p1: int) -> Status:
 
 
 def _mark(table: HostVTable, seq_id: int) -> Status:
-    return Status.OK if table.cache.mark(seq_id) else Status.REFUSED
+    return Status.OK if table.cache.checkpoints.mark(seq_id) else Status.REFUSED
 
 
 def _set_replay(table: HostVTable, replay: Any, data: Any) -> None:
-    def read_again(seq_id: int, pos0: int, tokens: Int32Array) -> bool:
+    def replay_in_host(seq_id: int, pos0: int, tokens: Int32Array) -> bool:
         ok = replay(data, seq_id, pos0, ffi.from_buffer("int32_t[]", tokens), len(tokens)) == Status.OK
         return bool(ok)
 
-    table.cache.replay = None if replay == ffi.NULL else read_again
+    table.cache.checkpoints.replay = None if replay == ffi.NULL else replay_in_host
 
 
 def _seq_pos(table: HostVTable, seq_id: int, pos: Any) -> None:
@@ -330,16 +330,20 @@ def _positions(table: HostVTable, pos: Any, n: int) -> int:
 def _info(table: HostVTable, info: Any) -> None:
     cache = table.cache
     _out(info, "rcache_info")
-    info.size, info.used, info.n_seq_max, info.n_layer = cache.size, cache.used, cache.n_seq_max, cache.spec.n_layer
-    info.head, info.n, info.rs_z = cache.head, cache.n, cache.rs_z
-    info.r_bytes, info.s_bytes, info.total_bytes = cache.size_r_bytes, cache.size_s_bytes, cache.total_size
+    cells, buffers = cache.table, cache.buffers
+    info.size, info.used, info.n_seq_max, info.n_layer = cells.size, cells.used, cells.n_seq_max, cache.spec.n_layer
+    info.head, info.n, info.rs_z = cells.head, cells.n, cells.rs_z
+    if buffers is not None:
+        info.r_bytes, info.s_bytes, info.total_bytes = buffers.size_r_bytes, buffers.size_s_bytes, buffers.total_size
+    else:
+        info.r_bytes = info.s_bytes = info.total_bytes = 0
 
 
-def _tensor(table: HostVTable, il: int, tensor: Any, which: str) -> None:
+def _tensor(table: HostVTable, il: int, tensor: Any, which: Which) -> None:
     if tensor == ffi.NULL:
         raise InvalidArgument("there is no place for the tensor")
     tensor[0] = ffi.NULL
-    address = getattr(table.cache, which)(il)
+    address = table.cache.with_buffers().tensor(which, il)
     if address is not None:
         tensor[0] = ffi.cast("void *", address)
 
@@ -390,7 +394,7 @@ class _CStream:
 
     def _rows(self, which: Which, il: int, first: int, n_rows: int) -> tuple[Any, ...]:
         row_bytes = self._row_bytes[which, il]
-        tensor = ffi.cast("void *", getattr(self._cache, f"{which}_tensor")(il))
+        tensor = ffi.cast("void *", self._cache.with_buffers().tensor(which, il))
         return self._io.user, tensor, first * row_bytes, n_rows * row_bytes
 
 
@@ -417,11 +421,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "seq_pos": _seq_pos,
     "positions": _positions,
     "clear": lambda table, data: table.cache.clear(bool(data)),
-    "get_can_shift": lambda table: int(table.cache.can_shift),
+    "get_can_shift": lambda table: int(table.cache.table.can_shift),
     "info": _info,
-    "r_tensor": partial(_tensor, which="r_tensor"),
-    "s_tensor": partial(_tensor, which="s_tensor"),
-    "p_tensor": partial(_tensor, which="p_tensor"),
+    "r_tensor": partial(_tensor, which="r"),
+    "s_tensor": partial(_tensor, which="s"),
+    "p_tensor": partial(_tensor, which="p"),
     "state_write": _state_write,
     "state_read": _state_read,
 }
@@ -500,7 +504,7 @@ def _request(c: Any) -> CacheRequest:
         None if c.ggml_library == ffi.NULL else ffi.string(c.ggml_library).decode("utf-8", "surrogateescape"),
         c.n_rs_seq,
         c.checkpoint_cells,
-        bool(c.flags & lib.RCACHE_SPEC_OWN_LINEAGE),
+        bool(c.flags & lib.RCACHE_SPEC_HYBRID),
     )
 
 

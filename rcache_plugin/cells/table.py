@@ -155,6 +155,11 @@ class CellTable:
         return self.size - self._empty.bit_count()
 
     @property
+    def n_rows(self) -> int:
+        """Rows of each tensor: those of the cells, and behind them those of the snapshots."""
+        return self.size * (1 + self.n_rs_seq)
+
+    @property
     def can_shift(self) -> bool:
         """Whether positions may be shifted: always, a state does not contain its position."""
         return True
@@ -506,6 +511,11 @@ class CellTable:
         for cell_id in ids:
             self.cell(cell_id)
         self._drop(ids)
+
+    def become(self, other: CellTable) -> None:
+        """Takes on the content and epoch of `other`, which is not to be used any more."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
 
     def copy(self) -> CellTable:
         """A table of its own with the same content and epoch."""

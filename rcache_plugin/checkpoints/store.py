@@ -1,106 +1,30 @@
-"""Checkpoints: states that stay, kept without copying a row. Needs neither ggml nor cffi.
+"""Checkpoints: states that stay, without copying a row. Needs neither ggml nor cffi.
 
 A step reads a sequence's state from one cell and may write the new state to another; the host's graph does that gather
 in any case. So a checkpoint is made by pinning the cell in which the state lies: at its next step the sequence takes a
-free cell, and the old one stays as it is. Going back is letting the sequence share the pinned cell again. Neither
-copies anything.
+free cell, and the old one stays as it is. A rollback lets the sequence share the pinned cell again. Neither copies
+anything.
 
-`CheckpointStore` holds the checkpoints of one cache: which there are, which is the nearest to some tokens, and which
-goes when there are too many. When one is due is asked of a `CheckpointPolicy`.
+`CheckpointStore` holds the checkpoints of one cache: which there are, which is the nearest to some tokens, and which is
+evicted when there are too many. When one is due is asked of a `policy.CheckpointPolicy`.
 """
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from ..cells.table import CellTable
 from ..cells.ubatch import CELL_NONE, UBatch
 from ..errors import InvalidArgument, StaleCheckpoint
 from .history import Histories
+from .policy import CheckpointPolicy, Step
 from .tree import PrefixTree
-
-log = logging.getLogger(__name__)
-
-DEFAULT_BYTES = 256 << 20
-MOST_CELLS, FEWEST_CELLS = 16, 2
-
-
-def default_checkpoint_cells(cell_bytes: int) -> int:
-    """Cells for checkpoints when nobody says how many: 16, or what 256 MiB hold, but at least 2."""
-    return max(FEWEST_CELLS, min(MOST_CELLS, DEFAULT_BYTES // max(cell_bytes, 1)))
-
-
-class Step(NamedTuple):
-    """A sequence before the next ubatch that reads tokens into it: is its state, as it is now, worth keeping?"""
-
-    n_tokens: int
-    """Tokens that the state has read."""
-    since: int
-    """Of these, tokens read since the last checkpoint on the way."""
-    n_next: int
-    """Tokens that the coming ubatch reads into the sequence."""
-    same_batch: bool
-    """Whether the state lies between two ubatches of one batch; else a batch has ended here."""
-    n_batch: int
-    """Tokens of the sequence in the batch that the state was last written in, so far."""
-    branch: bool
-    """Whether two known continuations part here."""
-
-
-class CheckpointPolicy(Protocol):
-    """Says when a checkpoint is due; none of it has to be exact, a checkpoint costs a cell and no time."""
-
-    @property
-    def quiet_tokens(self) -> int:
-        """While single tokens are generated, it is asked only after this many since the last checkpoint."""
-
-    def due(self, step: Step) -> bool:
-        """Whether to keep the state as it is before `step`."""
-
-    def keep_left(self, n_lost: int) -> bool:
-        """Whether to keep a state that its sequence leaves, for going back or for other tokens.
-
-        `n_lost`: tokens that would have to be read again to come back to it.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class DefaultPolicy:
-    """The end of each prompt and the token before it, prompts and answers every `checkpoint_interval` tokens, the end
-    of each answer, places where known conversations part, and what a sequence leaves behind.
-    """
-
-    checkpoint_interval: int = 512
-    """Tokens between two checkpoints of a long text. In a prompt, at the edges of ubatches only."""
-    least_left: int = 32
-    """A state that is left is kept when at least so many tokens would have to be read again."""
-
-    @property
-    def quiet_tokens(self) -> int:
-        """As the interval."""
-        return self.checkpoint_interval
-
-    def due(self, step: Step) -> bool:
-        """Whether to keep the state as it is before `step`."""
-        if not step.since:
-            return False
-        if step.branch or step.since >= self.checkpoint_interval:
-            return True
-        if step.same_batch:
-            return step.n_next == 1 < step.n_batch  # the last token of a prompt, which a host reads by itself
-        return (step.n_batch > 1) != (step.n_next > 1)  # a prompt has ended, or an answer
-
-    def keep_left(self, n_lost: int) -> bool:
-        """Whether to keep a state that its sequence leaves."""
-        return n_lost >= self.least_left
 
 
 class Checkpoint:
-    """A receipt for a kept state. It is valid until it is released or its cell is needed; then it is stale.
+    """A receipt for a state that stays. It is valid until it is released or evicted; then it is stale.
 
     Only the cache makes them. The state in the cell never changes while the checkpoint is valid.
     """
@@ -115,9 +39,9 @@ class Checkpoint:
         self.tokens = tokens
         """These tokens, [n_tokens]; None when they are not known."""
         self.held = held
-        """Made on request, or marked by the host: what the cache keeps by itself gives way to it."""
+        """Made on request, or marked by the host: evicted after what the cache makes by itself."""
         self.seq_ids: set[int] = set()
-        """Sequences that may go back to it, where that matters (see `CheckpointStore`)."""
+        """Sequences that may roll back to it, where that matters (see `CheckpointStore`)."""
         self.used = 0
         self._gone = ""
 
@@ -145,11 +69,11 @@ class Stats:
     """What has happened since the cache was made, in counts, and what there is now."""
 
     tokens_asked: int = 0
-    """Tokens of all prompts; 0 unless the host tells (`RecurrentCache.count_prompt`)."""
+    """Tokens of all prompts; 0 unless the host tells (`Checkpoints.count_prompt`)."""
     tokens_reused: int = 0
     """Of these, tokens that some state had read already."""
     tokens_replayed: int = 0
-    """Tokens read again on the way from a checkpoint to where a sequence was to go back to."""
+    """Tokens replayed by rollbacks, from a checkpoint to the position asked for."""
     tokens_read: int = 0
     """All other tokens, prompts and answers."""
     checkpoints_made: int = 0
@@ -160,7 +84,7 @@ class Stats:
     checkpoints_skipped: int = 0
     """Not made because every cell for checkpoints is held."""
     refused: int = 0
-    """Times that a sequence could not go back."""
+    """Rollbacks that were not possible."""
     checkpoints: int = 0
     """How many there are now."""
     bytes: int = 0
@@ -183,21 +107,20 @@ class _Steady:
 
 
 class CheckpointStore:
-    """The checkpoints of one cache, in at most `n_cells` cells.
+    """The checkpoints of the sequences of `table`, in at most `n_cells` of its cells.
 
-    With `own_lineage` a sequence goes back to checkpoints of its own past only, because the host keeps something else
-    beside the state (the attention half of a hybrid model) that has no other. Without, any sequence may go to any
-    checkpoint whose tokens begin its own, across conversations.
-
-    Every call takes the table as it stands: the cache may exchange it.
+    With `hybrid` a sequence rolls back to checkpoints of its own past only, because the host keeps an attention half
+    beside the state that has no other past. Without, any sequence may go to any checkpoint whose tokens begin its own,
+    across conversations.
     """
 
-    def __init__(self, n_cells: int, n_seq_max: int, policy: CheckpointPolicy, own_lineage: bool) -> None:
+    def __init__(self, table: CellTable, n_cells: int, policy: CheckpointPolicy, hybrid: bool) -> None:
+        self.table = table
         self.n_cells = n_cells
         self.policy = policy
-        self.own_lineage = own_lineage
+        self.hybrid = hybrid
         self.stats = Stats()
-        self.histories = Histories(n_seq_max)
+        self.histories = Histories(table.n_seq_max)
         self._tree: PrefixTree[Checkpoint] = PrefixTree()  # of those that any sequence may go to
         self._all: dict[int, Checkpoint] = {}  # by pin
         self._clock = 0
@@ -212,9 +135,9 @@ class CheckpointStore:
 
     # steps
 
-    def before_step(self, table: CellTable, ubatch: UBatch, batch: int) -> None:
+    def before_step(self, ubatch: UBatch, batch: int) -> None:
         """Makes what is due before `ubatch`, a part of batch `batch`, is given its slot."""
-        steady = self._steady
+        steady, table = self._steady, self.table
         self._is_steady = (
             steady is not None and ubatch.seq_ids is steady.seq_ids and ubatch.n_seq_tokens == 1 and steady.left > 0
             and steady.epoch == table.epoch and steady.batch != batch
@@ -226,7 +149,7 @@ class CheckpointStore:
         for seq_id in ubatch.primary:
             history = seqs[seq_id]
             if tails[seq_id] == CELL_NONE:
-                self.emptied(table, seq_id)
+                self.emptied(seq_id)
                 continue
             n_tokens = len(history.tokens)
             since = n_tokens - history.since
@@ -234,9 +157,9 @@ class CheckpointStore:
                 continue
             step = Step(n_tokens, since, n_next, history.batch == batch, history.batch_tokens, history.branch)
             if self.policy.due(step):
-                self.make(table, seq_id)
+                self.make(seq_id)
 
-    def after_step(self, table: CellTable, ubatch: UBatch, batch: int, *, gaps: bool, replayed: bool) -> None:
+    def after_step(self, ubatch: UBatch, batch: int, *, gaps: bool, replayed: bool) -> None:
         """`ubatch` has its slot, and nothing has happened since: its tokens count as read.
 
         `gaps`: some positions do not follow those before.
@@ -246,34 +169,33 @@ class CheckpointStore:
             for append, token in zip(steady.appends, ubatch.token.tolist(), strict=True):
                 append(token)
             steady.left -= 1
-            steady.epoch, steady.batch = table.epoch, batch
+            steady.epoch, steady.batch = self.table.epoch, batch
         else:
             self.histories.read(ubatch, batch)
-            self._steady = self._begin_steady(table, ubatch, batch)
+            self._steady = self._begin_steady(ubatch, batch)
         if replayed:
             self.stats.tokens_replayed += ubatch.n_tokens
         else:
             self.stats.tokens_read += ubatch.n_tokens
 
-    def _begin_steady(self, table: CellTable, ubatch: UBatch, batch: int) -> _Steady | None:
+    def _begin_steady(self, ubatch: UBatch, batch: int) -> _Steady | None:
         if ubatch.n_seq_tokens != 1 or ubatch.shared:
             return None
         records = [self.histories.seqs[seq_id] for seq_id in ubatch.primary]
         if not all(each.whole and each.batch_tokens == 1 for each in records):
             return None
         left = self.policy.quiet_tokens - max(len(each.tokens) - each.since for each in records)
-        return _Steady(ubatch.seq_ids, [each.tokens.append for each in records], left, table.epoch, batch)
+        return _Steady(ubatch.seq_ids, [each.tokens.append for each in records], left, self.table.epoch, batch)
 
-    # making and letting go
+    # making and evicting
 
-    def make(
-        self, table: CellTable, seq_id: int, *, held: bool = False, spare: Checkpoint | None = None
-    ) -> Checkpoint | None:
-        """Keeps the state of a sequence as it is. None: it is empty, or every cell is held, which is counted.
+    def make(self, seq_id: int, *, held: bool = False, spare: Checkpoint | None = None) -> Checkpoint | None:
+        """Makes a checkpoint of a sequence as it is. None: it is empty, or every cell is held, which is counted.
 
-        A state that is kept already is not kept twice. What the cache keeps by itself must be known by its tokens;
-        `held` ones may be without. `spare` does not give way to it.
+        There is one checkpoint a state at most. What the cache makes by itself must be known by its tokens; `held` ones
+        may be without. `spare` is not evicted for it.
         """
+        table = self.table
         cell_id = table.tail(seq_id)
         if cell_id == CELL_NONE:
             return None
@@ -288,7 +210,7 @@ class CheckpointStore:
                 return known
         if tokens is None and not held:
             return None
-        if not self.room_for(table, cell_id, spare):
+        if not self.room_for(cell_id, spare):
             self.stats.checkpoints_skipped += 1
             return None
         pin = table.pin(seq_id)
@@ -300,84 +222,83 @@ class CheckpointStore:
 
     def _enter(self, made: Checkpoint) -> None:
         self._all[made.pin] = made
-        if made.tokens is not None and not self.own_lineage:
+        if made.tokens is not None and not self.hybrid:
             self._tree.insert(made.tokens, made)
         self._touch(made)
         self.stats.checkpoints_made += 1
 
-    def to_save(self, table: CellTable, seq_ids: Iterable[int]) -> list[Checkpoint]:
+    def to_save(self, seq_ids: Iterable[int]) -> list[Checkpoint]:
         """The checkpoints whose states go with those of `seq_ids`, the most useful first; each in a cell of its own.
 
-        None with `own_lineage`: a state alone is of no use there.
+        None with `hybrid`: a state alone is of no use there.
         """
-        found = {} if self.own_lineage else {each.pin: each for seq_id in seq_ids for each in self.of(seq_id)}
-        by_cell = {table.pin_cell(each.pin): each for each in found.values()}
+        found = {} if self.hybrid else {each.pin: each for seq_id in seq_ids for each in self.of(seq_id)}
+        by_cell = {self.table.pin_cell(each.pin): each for each in found.values()}
         return sorted(by_cell.values(), key=self._usefulness, reverse=True)
 
-    def adopt(self, table: CellTable, tokens: array[int], put: Callable[[int], None]) -> bool:
+    def adopt(self, tokens: array[int], put: Callable[[int], None]) -> bool:
         """Makes a checkpoint of `tokens` whose rows `put` puts into the cell that it is given; false: there is no room.
 
-        What is known already is left as it is. Others do not give way.
+        Known tokens are left as they are. Nothing is evicted.
         """
-        if self.own_lineage or not tokens or self._tree.get(tokens) is not None:
+        if self.hybrid or not tokens or self._tree.get(tokens) is not None:
             return True
-        cell_id = table.next_empty(0)
-        if cell_id == CELL_NONE or len(self._cells(table)) >= self.n_cells:
+        cell_id = self.table.next_empty(0)
+        if cell_id == CELL_NONE or len(self._cells()) >= self.n_cells:
             return False
         put(cell_id)
-        self._enter(Checkpoint(table.pin_empty(cell_id, len(tokens) - 1), len(tokens), tokens, False))
+        self._enter(Checkpoint(self.table.pin_empty(cell_id, len(tokens) - 1), len(tokens), tokens, False))
         return True
 
     def _known(self, seq_id: int, tokens: array[int]) -> Checkpoint | None:
-        if not self.own_lineage:
+        if not self.hybrid:
             return self._tree.get(tokens) if tokens else None
         own = (each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens == len(tokens))
         return next(own, None)
 
-    def _cells(self, table: CellTable) -> set[int]:
-        return {table.pin_cell(pin) for pin in self._all}
+    def _cells(self) -> set[int]:
+        return {self.table.pin_cell(pin) for pin in self._all}
 
-    def room_for(self, table: CellTable, cell_id: int, spare: Checkpoint | None) -> bool:
-        """Whether `cell_id` can be kept beside what is kept; one that gives way for it has gone then, never `spare`."""
+    def room_for(self, cell_id: int, spare: Checkpoint | None) -> bool:
+        """Whether `cell_id` can be pinned beside what is pinned; evicts for it if need be, but never `spare`."""
         while True:
-            cells = self._cells(table)
+            cells = self._cells()
             if cell_id in cells or len(cells) < self.n_cells:
                 return True
-            if not self.evict(table, not_held=True, spare=spare, why="a newer one took its cell"):
+            if not self.evict(not_held=True, spare=spare, why="evicted for a newer one"):
                 return False
 
     def evict(
-        self, table: CellTable, *, not_held: bool = False, spare: Checkpoint | None = None,
-        why: str = "a sequence needed its cell",
+        self, *, not_held: bool = False, spare: Checkpoint | None = None, why: str = "evicted for a sequence"
     ) -> bool:
-        """Lets the least useful checkpoint go; False when there is none (with `not_held`, none that is not held).
+        """Evicts the least useful checkpoint; False when there is none (with `not_held`, none that is not held).
 
-        Least useful: the fewest tokens to read again without it, for how long nobody has asked for it. What is held,
-        and what has no other checkpoint before it on its way, goes last.
+        Least useful: the fewest tokens to replay without it, for how long nobody has asked for it. Held ones, and those
+        that have no other checkpoint before them in their lineage, go last.
         """
         candidates = [each for each in self._all.values() if each is not spare and not (not_held and each.held)]
         if not candidates:
             return False
-        self._end(table, min(candidates, key=self._usefulness), why)
+        self._end(min(candidates, key=self._usefulness), why)
         self.stats.checkpoints_evicted += 1
         return True
 
     def _usefulness(self, one: Checkpoint) -> tuple[bool, bool, float]:
         before = self._before(one)
-        lost = one.n_tokens - before
-        return one.held, before == 0, lost / (1 + self._clock - one.used)
+        n_replay = one.n_tokens - before
+        return one.held, before == 0, n_replay / (1 + self._clock - one.used)
 
     def _before(self, one: Checkpoint) -> int:
-        """Tokens of the checkpoint that comes before it on its way; 0 if none does."""
-        if self.own_lineage:
+        """Tokens of the checkpoint that comes before it in its lineage; 0 if none does."""
+        if self.hybrid:
             return max((each.n_tokens for each in self._all.values()
                         if each.n_tokens < one.n_tokens and one.seq_ids <= each.seq_ids), default=0)
         above = self._tree.above(one.tokens) if one.tokens is not None else None
         return 0 if above is None else above.n_tokens
 
-    def release(self, table: CellTable, one: Checkpoint) -> None:
-        """Lets a checkpoint go. Raises `StaleCheckpoint`."""
-        self._end(table, self.check(one), "released")
+    def release(self, one: Checkpoint) -> None:
+        """Ends a checkpoint on request. Raises `StaleCheckpoint`."""
+        self._end(self.check(one), "released")
 
     def check(self, one: Checkpoint) -> Checkpoint:
         """`one`, if it is a valid checkpoint of this cache. Raises `StaleCheckpoint`, `InvalidArgument`."""
@@ -385,24 +306,24 @@ class CheckpointStore:
             raise InvalidArgument("the checkpoint is another cache's")
         return one
 
-    def _end(self, table: CellTable, one: Checkpoint, why: str) -> None:
+    def _end(self, one: Checkpoint, why: str) -> None:
         del self._all[one.pin]
-        if one.tokens is not None and not self.own_lineage and self._tree.get(one.tokens) is one:
+        if one.tokens is not None and not self.hybrid and self._tree.get(one.tokens) is one:
             self._tree.remove(one.tokens)
         one.end(why)
-        if table.is_pin(one.pin):
-            table.unpin(one.pin)
+        if self.table.is_pin(one.pin):
+            self.table.unpin(one.pin)
 
-    def end_all(self, table: CellTable, why: str) -> None:
-        """Lets every checkpoint go."""
+    def end_all(self, why: str) -> None:
+        """Ends every checkpoint."""
         for each in self:
-            self._end(table, each, why)
+            self._end(each, why)
 
-    def drop_lost(self, table: CellTable) -> None:
-        """Forgets the checkpoints whose cells the table has dropped."""
+    def end_dropped(self) -> None:
+        """Ends the checkpoints whose cells the table has dropped."""
         for each in self:
-            if not table.is_pin(each.pin):
-                self._end(table, each, "the step that moved its cell failed")
+            if not self.table.is_pin(each.pin):
+                self._end(each, "the step that moved its cell failed")
 
     def _touch(self, one: Checkpoint) -> None:
         self._clock += 1
@@ -411,9 +332,9 @@ class CheckpointStore:
     # finding
 
     def of(self, seq_id: int) -> list[Checkpoint]:
-        """The checkpoints that a sequence may go back to, the shortest first."""
+        """The checkpoints that a sequence may roll back to, the shortest first."""
         history = self.histories[seq_id]
-        if self.own_lineage:
+        if self.hybrid:
             found = [each for each in self._all.values() if seq_id in each.seq_ids]
         else:
             found = []
@@ -428,19 +349,21 @@ class CheckpointStore:
 
     def nearest(self, seq_id: int, n_tokens: int) -> Checkpoint | None:
         """The last checkpoint before a sequence has read more than `n_tokens` tokens; None if there is none."""
-        if not self.own_lineage:
+        if not self.hybrid:
             return self.longest(self.histories[seq_id].tokens, n_tokens)
         own = [each for each in self._all.values() if seq_id in each.seq_ids and each.n_tokens <= n_tokens]
         return max(own, key=lambda each: each.n_tokens, default=None)
 
     def longest(self, tokens: array[int], most: int | None = None) -> Checkpoint | None:
-        """The checkpoint that has read the most of ``tokens[:most]``, and nothing else. None with `own_lineage`."""
+        """The checkpoint that has read the most of ``tokens[:most]``, and nothing else. None with `hybrid`."""
         match = self._tree.longest(tokens, most) if len(tokens) else None
         return None if match is None else match.value
 
     def shared(self, tokens: array[int]) -> int:
         """Tokens at the start of `tokens` that some checkpoint's tokens start with too."""
         return self._tree.shared(tokens) if len(tokens) else 0
+
+    # what happens to sequences
 
     def used(self, one: Checkpoint, seq_id: int) -> None:
         """A sequence has gone to `one`: its record is that checkpoint's now."""
@@ -453,8 +376,8 @@ class CheckpointStore:
         self._touch(one)
         self.stats.checkpoints_used += 1
 
-    def go_to_last(self, table: CellTable, seq_id: int, n_tokens: int) -> bool:
-        """Lets a sequence go back to its last checkpoint, if that has read exactly `n_tokens`; else false.
+    def roll_back_to_last(self, seq_id: int, n_tokens: int) -> bool:
+        """Rolls a sequence back to its last checkpoint, if that has read exactly `n_tokens`; else false.
 
         What is done most often, right after a step, when no code is in the processor's caches: so nothing is looked up.
         """
@@ -464,73 +387,71 @@ class CheckpointStore:
             return False
         if len(history.tokens) <= n_tokens:
             return False
-        self.leaves(table, seq_id, to=last)
-        table.go_to_pin(seq_id, last.pin)
-        self.cut(table, seq_id, n_tokens)
-        history.since, history.last = n_tokens, last  # what was left may be a checkpoint too, but not on the way here
+        self.abandon(seq_id, to=last)
+        self.table.go_to_pin(seq_id, last.pin)
+        self.cut(seq_id, n_tokens)
+        history.since, history.last = n_tokens, last  # the abandoned state may be one too, but not in this lineage
         self._touch(last)
         self.stats.checkpoints_used += 1
         return True
 
-    # what happens to sequences
-
-    def leaves(self, table: CellTable, seq_id: int, to: Checkpoint | None = None) -> None:
-        """A sequence is about to leave its state, for that of `to`: keeps it if that is worth it."""
+    def abandon(self, seq_id: int, to: Checkpoint | None = None) -> None:
+        """A sequence is about to abandon its state for that of `to`: keeps it if the policy wants it."""
         history = self.histories[seq_id]
-        if self.own_lineage or not history.whole or not history.tokens:
-            return  # the other half of a lineage will not come back
-        if self.policy.keep_left(len(history.tokens) - history.since):
-            self.make(table, seq_id, spare=to)
+        if self.hybrid or not history.whole or not history.tokens:
+            return  # the attention half will not come back
+        if self.policy.keep_abandoned(len(history.tokens) - history.since):
+            self.make(seq_id, spare=to)
 
-    def cut(self, table: CellTable, seq_id: int, n_tokens: int) -> None:
-        """A sequence has gone back to its first `n_tokens` tokens, of what its record says."""
+    def cut(self, seq_id: int, n_tokens: int) -> None:
+        """A sequence was rolled back to its first `n_tokens` tokens, of what its record says."""
         self.histories[seq_id].cut(n_tokens)
-        self.part(table, seq_id, n_tokens)
+        self.cut_lineage(seq_id, n_tokens)
 
-    def part(self, table: CellTable, seq_id: int, n_tokens: int = 0) -> None:
-        """With `own_lineage`: a sequence has no longer been where it had read more than `n_tokens` tokens."""
-        if not self.own_lineage:
+    def cut_lineage(self, seq_id: int, n_tokens: int = 0) -> None:
+        """With `hybrid`: checkpoints of more than `n_tokens` tokens are no longer in the lineage of a sequence."""
+        if not self.hybrid:
             return
         for each in self:
             if seq_id in each.seq_ids and each.n_tokens > n_tokens:
                 each.seq_ids.discard(seq_id)
                 if not each.seq_ids:
-                    self._end(table, each, f"sequence {seq_id} went another way")
+                    self._end(each, f"sequence {seq_id} was rolled back beyond it")
 
-    def emptied(self, table: CellTable, seq_id: int) -> None:
+    def emptied(self, seq_id: int) -> None:
         """A sequence has no state any more."""
         self.histories[seq_id].start()
-        self.part(table, seq_id)
+        self.cut_lineage(seq_id)
 
-    def forget(self, table: CellTable, seq_id: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """A sequence has a state that nothing is known of."""
         self.histories[seq_id].forget()
-        self.part(table, seq_id)
+        self.cut_lineage(seq_id)
 
-    def copied(self, table: CellTable, source: int, target: int) -> None:
-        """`target` shares the state of `source` now."""
+    def copied(self, source: int, target: int) -> None:
+        """`target` is a fork of `source` now: it shares its state and its lineage."""
         if source == target:
             return
-        self.part(table, target)
+        self.cut_lineage(target)
         self.histories[target].copy_from(self.histories[source])
-        if self.own_lineage:
+        if self.hybrid:
             for each in self._all.values():
                 if source in each.seq_ids:
                     each.seq_ids.add(target)
 
-    def moved(self, table: CellTable, seq_id: int) -> None:
-        """The positions of a sequence, and of whoever shares its cell, have been shifted."""
-        cell = table.tail(seq_id)
+    def shifted(self, seq_id: int) -> None:
+        """The positions of a sequence, and of every one that shares its cell, have been shifted."""
+        cell = self.table.tail(seq_id)
         if cell == CELL_NONE:
             return
-        owners = table.cell(cell)
+        owners = self.table.cell(cell)
         for pin in owners.pins:
             if pin in self._all:
-                self._end(table, self._all[pin], "the positions of its sequence were shifted")
+                self._end(self._all[pin], "the positions of its sequence were shifted")
         for owner in owners.seq_ids:
-            self.forget(table, owner)
+            self.forget(owner)
 
     def set_tokens(self, seq_id: int, tokens: array[int]) -> None:
-        """A sequence has read exactly `tokens`, as somebody tells who knows."""
+        """A sequence has read exactly `tokens`, as the host tells."""
         self.histories[seq_id].set(tokens)
         self._steady = None

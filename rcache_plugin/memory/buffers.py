@@ -66,6 +66,7 @@ class StateBuffers:
     ) -> None:
         self.lib = lib
         self.spec = spec
+        self._placement: dict[str, Any] = {"devices": devices, "bufts": bufts, "empty_tensors": empty_tensors}
         self.n_cells = _checked_n_cells(n_cells)
         placement = placement_of(lib, spec, devices, bufts)
         storage = Storage(lib)
@@ -100,6 +101,12 @@ class StateBuffers:
         `ClosedError`."""
         self._open_storage()
         return self._addresses[which]
+
+    def tensor(self, which: Which, il: int) -> int | None:
+        """Address of layer `il`'s tensor, as `tensors` has it. Raises `InvalidArgument` for a layer that is not."""
+        if not 0 <= il < self.spec.n_layer:
+            raise InvalidArgument(f"layer {il} is outside the model's {counted(self.spec.n_layer, 'layer')}")
+        return self.tensors(which)[il]
 
     @property
     def total_size(self) -> int:
@@ -184,6 +191,18 @@ class StateBuffers:
         for src_tensor, dst_tensor in zip(source.tensors, storage.tensors, strict=True):
             for src, dst, n in runs:
                 storage.copy(dst_tensor, dst, source, src_tensor, src, n)
+
+    def replaced(self, n_cells: int, pairs: Iterable[tuple[int, int]]) -> StateBuffers:
+        """Buffers of `n_cells` cells on the same devices, with `pairs` copied as `copy_rows_from` does it; these here
+        are closed then. Raises as the class and `copy_rows_from`, with nothing changed."""
+        other = StateBuffers(self.lib, self.spec, n_cells, **self._placement)
+        try:
+            other.copy_rows_from(self, pairs)
+        except BaseException:
+            other.close()
+            raise
+        self.close()
+        return other
 
     def get_row(self, which: Which, il: int, cell: int) -> bytes:
         """The bytes of one cell's r, s or p in layer `il`, [row_bytes]. Raises `InvalidArgument` for a cell or a

@@ -59,7 +59,7 @@ def test_scenario_in_c(scenario: ctypes.CDLL, placement: int, use_mask: int, cap
     assert line == 0, capfd.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [0, lib.RCACHE_SPEC_OWN_LINEAGE], ids=["any past", "own lineage"])
+@pytest.mark.parametrize("flags", [0, lib.RCACHE_SPEC_HYBRID], ids=["any past", "own lineage"])
 def test_going_back_from_c(scenario: ctypes.CDLL, flags: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert scenario.abi_run_checkpoints(factory_address(), flags) == 0, capfd.readouterr().err
 

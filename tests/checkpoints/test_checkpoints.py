@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from toy_host import ToyHost, state_of
 
 from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch
-from rcache_plugin.checkpoints.store import Checkpoint, DefaultPolicy, default_checkpoint_cells
+from rcache_plugin.checkpoints.policy import DefaultPolicy, default_checkpoint_cells
+from rcache_plugin.checkpoints.store import Checkpoint
 from rcache_plugin.errors import InvalidArgument, SeqIdError, StaleCheckpoint, StateError, Unsupported
 
 EXAMPLES = int(os.environ.get("RCACHE_CHECKPOINT_EXAMPLES", "100"))
@@ -23,7 +24,8 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 
 def lengths(host: ToyHost, seq_id: int | None = None) -> list[int]:
-    return [each.n_tokens for each in host.cache.checkpoints(seq_id)]
+    found = host.cache.checkpoints.all() if seq_id is None else host.cache.checkpoints.of(seq_id)
+    return [each.n_tokens for each in found]
 
 
 # --- making ----------------------------------------------------------------------------------------------------------
@@ -33,13 +35,13 @@ def test_making_a_checkpoint_copies_no_row() -> None:
     host = ToyHost(1, checkpoint_cells=4)
     host.read({0: text(10)})
     host.rows_moved = 0
-    made = host.cache.checkpoint(0)
+    made = host.cache.checkpoints.make(0)
     assert made is not None and made.n_tokens == 10 and host.cache.table.pin_cell(made.pin) == host.cache.table.tail(0)
     rows = list(host.rows)
     host.read({0: [5]})
     assert host.cache.table.pin_cell(made.pin) != host.cache.table.tail(0)  # the sequence has moved on, not the state
     assert sum(a != b for a, b in zip(rows, host.rows, strict=True)) == 1 and host.rows_moved == 0
-    host.cache.restore(made, 0)
+    host.cache.checkpoints.restore(made, 0)
     assert host.state(0) == state_of(text(10)) and host.rows_moved == 0
 
 
@@ -103,48 +105,48 @@ def test_steady_steps_are_recorded_and_end_when_something_is_due() -> None:
     tokens = [(7 * i) % 50 for i in range(60)]
     for pos, token in enumerate(tokens):
         step(pos, token)
-        assert cache.tokens(0).tolist() == tokens[: pos + 1]
+        assert cache.checkpoints.tokens(0).tolist() == tokens[: pos + 1]
         if pos == 40:  # nothing has happened to the table, but the record is another
             tokens[:41] = range(41)
-            cache.set_tokens(0, tokens[:41])
-    assert [each.n_tokens for each in cache.checkpoints()] == [16, 32, 41, 57]
+            cache.checkpoints.set_tokens(0, tokens[:41])
+    assert [each.n_tokens for each in cache.checkpoints.all()] == [16, 32, 41, 57]
     assert cache.stats().tokens_read == 60
     step(70, 5)  # a gap: what follows is not known
     step(71, 5)
-    assert cache.tokens(0).tolist() == tokens and not cache.seq_rm(0, 65, -1)
+    assert cache.checkpoints.tokens(0).tolist() == tokens and not cache.seq_rm(0, 65, -1)
 
 
 def test_what_is_kept_already_is_not_kept_twice() -> None:
     host = ToyHost(2, n_ubatch=100, checkpoint_cells=4)
     host.read({0: text(5), 1: text(5)})
-    first, second = host.cache.checkpoint(0), host.cache.checkpoint(1)
-    assert first is second and len(host.cache.checkpoints()) == 1
-    assert host.cache.mark(0) and host.cache.stats().checkpoints_made == 1
+    first, second = host.cache.checkpoints.make(0), host.cache.checkpoints.make(1)
+    assert first is second and len(host.cache.checkpoints.all()) == 1
+    assert host.cache.checkpoints.mark(0) and host.cache.stats().checkpoints_made == 1
 
 
 def test_a_mark_is_a_checkpoint_of_now() -> None:
     host = ToyHost(1, checkpoint_cells=4)
     host.read({0: text(6)})
-    assert host.cache.mark(0)
+    assert host.cache.checkpoints.mark(0)
     host.read({0: text(3, 1)})
-    assert lengths(host) == [6] and not host.cache.checkpoints()[0].held
+    assert lengths(host) == [6] and not host.cache.checkpoints.all()[0].held
 
 def test_an_empty_sequence_has_nothing_to_keep() -> None:
     host = ToyHost(2, checkpoint_cells=4)
-    assert host.cache.checkpoint(0) is None and not host.cache.mark(1)
+    assert host.cache.checkpoints.make(0) is None and not host.cache.checkpoints.mark(1)
     with pytest.raises(SeqIdError):
-        host.cache.checkpoint(2)
+        host.cache.checkpoints.make(2)
 
 
 def test_without_cells_for_checkpoints() -> None:
     host = ToyHost(1)
     host.read({0: text(5)})
-    assert not host.cache.mark(0) and host.cache.checkpoint_cells == host.cache.checkpoint_bytes == 0
+    assert not host.cache.checkpoints.mark(0) and host.cache.checkpoints.n_cells == host.cache.checkpoints.n_bytes == 0
     for call in (
-        lambda: host.cache.checkpoint(0),
-        lambda: host.cache.checkpoints(),
-        lambda: host.cache.nearest([1]),
-        lambda: host.cache.resume(0, [1]),
+        lambda: host.cache.checkpoints.make(0),
+        lambda: host.cache.checkpoints.all(),
+        lambda: host.cache.checkpoints.nearest([1]),
+        lambda: host.cache.checkpoints.resume(0, [1]),
         lambda: host.cache.stats(),
     ):
         with pytest.raises(Unsupported, match="checkpoint_cells"):
@@ -154,10 +156,12 @@ def test_without_cells_for_checkpoints() -> None:
 
 def test_cells_by_number_by_bytes_and_by_default() -> None:
     spec = CacheSpec.make([100], [150])  # 1,000 bytes a cell
-    assert RecurrentCache(spec, 2, allocate=False, checkpoint_cells=3).size == 5
+    assert RecurrentCache(spec, 2, allocate=False, checkpoint_cells=3).table.size == 5
     by_bytes = RecurrentCache(spec, 2, allocate=False, checkpoint_bytes=3999)
-    assert (by_bytes.size, by_bytes.checkpoint_bytes, by_bytes.n_seq_max) == (5, 3000, 2)
-    assert RecurrentCache(spec, 2, allocate=False, checkpoint_bytes=999).size == 2
+    assert (by_bytes.table.size, by_bytes.checkpoints.n_bytes, by_bytes.table.n_seq_max) == (5, 3000, 2)
+    assert RecurrentCache(spec, 2, allocate=False, checkpoint_bytes=999).table.size == 2
+    snapshots = RecurrentCache(spec, 2, allocate=False, checkpoint_bytes=3999, n_rs_seq=1)
+    assert (snapshots.checkpoints.n_cells, snapshots.checkpoints.n_bytes) == (1, 2000)
     assert [default_checkpoint_cells(n) for n in (0, 1000, 24 << 20, 90 << 20, 1 << 40)] == [16, 16, 10, 2, 2]
     with pytest.raises(InvalidArgument):
         RecurrentCache(spec, 2, allocate=False, checkpoint_cells=-1)
@@ -169,12 +173,12 @@ def test_cells_by_number_by_bytes_and_by_default() -> None:
 def test_a_released_checkpoint_is_stale_and_its_cell_free() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=2)
     host.read({0: text(5)})
-    made = host.cache.checkpoint(0)
+    made = host.cache.checkpoints.make(0)
     host.read({0: [1]})
-    assert made is not None and made.valid and host.cache.used == 2
-    host.cache.release(made)
-    assert not made.valid and host.cache.used == 1 and host.cache.checkpoints() == []
-    for use in (lambda: host.cache.release(made), lambda: host.cache.restore(made, 0)):
+    assert made is not None and made.valid and host.cache.table.used == 2
+    host.cache.checkpoints.release(made)
+    assert not made.valid and host.cache.table.used == 1 and host.cache.checkpoints.all() == []
+    for use in (lambda: host.cache.checkpoints.release(made), lambda: host.cache.checkpoints.restore(made, 0)):
         with pytest.raises(StaleCheckpoint, match="5 tokens is gone: released"):
             use()
 
@@ -183,10 +187,10 @@ def test_another_caches_checkpoint_is_refused() -> None:
     one, other = ToyHost(1, checkpoint_cells=2), ToyHost(1, checkpoint_cells=2)
     for host in (one, other):
         host.read({0: text(5)})
-    made = one.cache.checkpoint(0)
-    assert made is not None and other.cache.checkpoint(0) is not None
+    made = one.cache.checkpoints.make(0)
+    assert made is not None and other.cache.checkpoints.make(0) is not None
     with pytest.raises(InvalidArgument, match="another cache"):
-        other.cache.restore(made, 0)
+        other.cache.checkpoints.restore(made, 0)
 
 
 def test_requested_checkpoints_do_not_give_way_to_those_the_cache_makes() -> None:
@@ -194,22 +198,22 @@ def test_requested_checkpoints_do_not_give_way_to_those_the_cache_makes() -> Non
     held = []
     for n in (5, 3):
         host.read({0: text(n, n)})
-        held.append(host.cache.checkpoint(0))
+        held.append(host.cache.checkpoints.make(0))
     host.read({0: text(9)})
     host.read({0: [1]})
     assert all(each is not None and each.valid for each in held)
     assert host.cache.stats().checkpoints_skipped >= 1 and lengths(host) == [5, 8]
-    assert host.cache.checkpoint(0) is None  # all cells are held
+    assert host.cache.checkpoints.make(0) is None  # all cells are held
 
 
 def test_live_sequences_win() -> None:
     """More sequences than cells for them: a checkpoint's cell is taken, and it says so."""
     host = ToyHost(2, n_ubatch=100, n_seq_max=4, checkpoint_cells=2)
     host.read({0: text(5)})
-    made = host.cache.checkpoint(0)
+    made = host.cache.checkpoints.make(0)
     host.read({0: [1], 1: [2], 2: [3], 3: [4]})
     assert made is not None and not made.valid and host.cache.stats().checkpoints_evicted == 1
-    with pytest.raises(StaleCheckpoint, match="a sequence needed its cell"):
+    with pytest.raises(StaleCheckpoint, match="evicted for a sequence"):
         made.check()
     assert [host.state(s) for s in range(4)] == [state_of([*text(5), 1]), *map(state_of, ([2], [3], [4]))]
 
@@ -217,7 +221,7 @@ def test_live_sequences_win() -> None:
 def test_live_sequences_take_what_the_cache_made_by_itself_first() -> None:
     host = ToyHost(2, n_ubatch=100, n_seq_max=3, checkpoint_cells=2)
     host.read({0: text(5)})
-    held = host.cache.checkpoint(0)
+    held = host.cache.checkpoints.make(0)
     host.read({0: text(9, 1)})
     host.read({0: [1]})
     assert lengths(host) == [5, 14]
@@ -237,11 +241,12 @@ def test_the_least_useful_goes_first() -> None:
         host.rm(0)
         host.read({0: text(20, seed)})
         host.read({0: [1]})
-    assert host.cache.resume(0, text(20, 0)) == 20
+    assert host.cache.checkpoints.resume(0, text(20, 0)) == 20
     host.rm(0)
     host.read({0: text(20, 9)})
     host.read({0: [1]})
-    assert [host.cache.nearest(text(20, seed)) is not None for seed in (0, 1, 2, 9)] == [True, False, True, True]
+    found = [host.cache.checkpoints.nearest(text(20, seed)) is not None for seed in (0, 1, 2, 9)]
+    assert found == [True, False, True, True]
 
 
 # --- going back ------------------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def test_every_position_that_was_read_can_be_gone_back_to() -> None:
         host.read({0: tokens})
         assert host.rm(0, p0) and host.cache.seq_pos_max(0) == p0 - 1
         assert host.state(0) == state_of(tokens[:p0])
-        assert host.cache.tokens(0).tolist() == tokens[:p0]
+        assert host.cache.checkpoints.tokens(0).tolist() == tokens[:p0]
         host.read({0: [1, 2, 3]})
         assert host.state(0) == state_of([*tokens[:p0], 1, 2, 3])
         replayed = host.cache.stats().tokens_replayed
@@ -263,7 +268,7 @@ def test_every_position_that_was_read_can_be_gone_back_to() -> None:
 
 def test_a_checkpoint_at_the_very_place_needs_no_replay() -> None:
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=6, policy=DefaultPolicy(16))
-    host.cache.replay = None
+    host.cache.checkpoints.replay = None
     host.read({0: text(40)})
     assert host.rm(0, 32) and host.state(0) == state_of(text(32)) and host.cache.stats().tokens_replayed == 0
     assert not host.rm(0, 20) and host.cache.seq_pos_max(0) == 31  # refused, and nothing has changed
@@ -276,7 +281,7 @@ def test_going_back_to_the_very_place_takes_no_cell_from_another() -> None:
     made = []
     for seed in range(3):
         host.read({0: text(8, seed)})
-        made.append(host.cache.checkpoint(0))
+        made.append(host.cache.checkpoints.make(0))
     host.read({0: [1, 2]})
     assert host.rm(0, 24) and host.state(0) == state_of([*text(8), *text(8, 1), *text(8, 2)])
     assert all(each is not None and each.valid for each in made) and host.cache.stats().checkpoints_evicted == 0
@@ -288,7 +293,7 @@ def test_the_place_where_two_texts_part_is_kept() -> None:
     assert host.rm(0, 37)
     host.read({0: text(10, 1)})
     assert 37 in lengths(host)
-    assert host.cache.nearest(text(60)[:59]) is host.cache.nearest(seq_id=0, pos=40)
+    assert host.cache.checkpoints.nearest(text(60)[:59]) is host.cache.checkpoints.nearest(seq_id=0, pos=40)
 
 
 def test_a_replay_has_a_budget() -> None:
@@ -306,7 +311,7 @@ def test_a_failed_replay_changes_nothing() -> None:
         host.fail_at = fail_at
         assert not host.rm(0, 11)
         assert host.cache.seq_pos_max(0) == 29 and host.state(0) == state_of(text(30))
-        assert host.cache.tokens(0).tolist() == text(30)
+        assert host.cache.checkpoints.tokens(0).tolist() == text(30)
     assert host.rm(0, 11) and host.state(0) == state_of(text(11))
 
 
@@ -343,25 +348,25 @@ def test_a_lost_sequence_is_refused_without_a_prepare_too() -> None:
     assert not host.read({0: [1]})
     with pytest.raises(StateError, match="sequence 0 lost its state when a step failed, it can't go on at position 4"):
         host.cache.find_slot(UBatch.single(0, 4, 1, [1]))
-    assert host.cache.checkpoint(0) is None and host.rm(0, 4) and host.state(0) == state_of(text(4))
+    assert host.cache.checkpoints.make(0) is None and host.rm(0, 4) and host.state(0) == state_of(text(4))
 
 
 def test_a_checkpoint_in_a_failed_step_is_gone() -> None:
     """A bystander's row that was to be moved may be half written."""
     host = ToyHost(3, n_ubatch=100, checkpoint_cells=1)
     host.read({0: text(5), 1: text(5, 1), 2: text(5, 2)})
-    made = host.cache.checkpoint(1)
+    made = host.cache.checkpoints.make(1)
     host.read({1: [1]})
     assert made is not None and host.cache.table.pin_cell(made.pin) == 1
     host.fail_at = 0
     assert not host.read({0: [1], 2: [1]})  # the cells 0 and 2: the rows between trade places
-    assert not made.valid and host.cache.checkpoints() == [] and host.state(1) == state_of([*text(5, 1), 1])
+    assert not made.valid and host.cache.checkpoints.all() == [] and host.state(1) == state_of([*text(5, 1), 1])
 
 
 def test_sequences_that_read_together_have_read_the_same() -> None:
     host = ToyHost(3, n_ubatch=100, checkpoint_cells=4)
     assert host._compute(UBatch([(0, 2), (1,)], [0, 1, 2] * 2, [5, 6, 7, 8, 9, 10]))
-    assert host.cache.tokens(2).tolist() == [5, 6, 7] and host.cache.tokens(1).tolist() == [8, 9, 10]
+    assert [host.cache.checkpoints.tokens(seq_id).tolist() for seq_id in (2, 1)] == [[5, 6, 7], [8, 9, 10]]
     assert host.rm(2, 2) and host.state(2) == state_of([5, 6]) and host.state(0) == state_of([5, 6, 7])
 
 
@@ -369,10 +374,10 @@ def test_unknown_tokens_are_no_way_back() -> None:
     host = ToyHost(1, checkpoint_cells=4)
     host.read({0: text(10)})
     host.cache.seq_add(0, 0, -1, 5)
-    assert not host.rm(0, 8) and host.cache.seq_pos_max(0) == 14 and host.cache.tokens(0).tolist() == []
-    assert host.cache.checkpoint(0) is not None  # it can be kept all the same, for `restore`
+    assert not host.rm(0, 8) and host.cache.seq_pos_max(0) == 14 and host.cache.checkpoints.tokens(0).tolist() == []
+    assert host.cache.checkpoints.make(0) is not None  # it can be kept all the same, for `restore`
     with pytest.raises(InvalidArgument, match="3 tokens for a sequence of 15"):
-        host.cache.set_tokens(0, [1, 2, 3])
+        host.cache.checkpoints.set_tokens(0, [1, 2, 3])
 
 
 # --- across conversations --------------------------------------------------------------------------------------------
@@ -385,20 +390,20 @@ def test_a_conversation_is_not_read_twice() -> None:
     assert host.rm(0)  # what it leaves is kept
     host.read({0: b})
     host.cache.clear(data=False)
-    assert host.cache.resume(0, [*a, 1, 2]) == 60 and host.state(0) == state_of(a)
-    assert host.cache.resume(0, [*b, 1]) == 50 and host.state(0) == state_of(b)
-    assert host.cache.resume(0, [*b, 1, 2]) == 50  # it is there already
-    assert host.cache.resume(0, b[:20]) == 0 and host.state(0) == state_of(b)  # seq_rm is the way back
-    assert host.cache.known_prefix([*a[:30], 0, 0]) == 30
+    assert host.cache.checkpoints.resume(0, [*a, 1, 2]) == 60 and host.state(0) == state_of(a)
+    assert host.cache.checkpoints.resume(0, [*b, 1]) == 50 and host.state(0) == state_of(b)
+    assert host.cache.checkpoints.resume(0, [*b, 1, 2]) == 50  # it is there already
+    assert host.cache.checkpoints.resume(0, b[:20]) == 0 and host.state(0) == state_of(b)  # seq_rm is the way back
+    assert host.cache.checkpoints.known_prefix([*a[:30], 0, 0]) == 30
 
 
 def test_clear_with_data_leaves_nothing() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=8)
     host.read({0: text(60)})
-    kept = host.cache.checkpoint(0)
+    kept = host.cache.checkpoints.make(0)
     host.cache.clear(data=True)
-    assert kept is not None and not kept.valid and host.cache.used == 0
-    assert host.cache.resume(0, text(60)) == 0 and host.cache.known_prefix(text(60)) == 0
+    assert kept is not None and not kept.valid and host.cache.table.used == 0
+    assert host.cache.checkpoints.resume(0, text(60)) == 0 and host.cache.checkpoints.known_prefix(text(60)) == 0
 
 
 def test_seq_keep_and_removal_keep_checkpoints_and_lineages_drop_theirs() -> None:
@@ -406,7 +411,7 @@ def test_seq_keep_and_removal_keep_checkpoints_and_lineages_drop_theirs() -> Non
         host = ToyHost(3, n_ubatch=100, checkpoint_cells=8, attention=attention)
         for seq in range(3):
             host.read({seq: text(10 + seq, seq)})
-            host.cache.mark(seq)
+            host.cache.checkpoints.mark(seq)
         host.cache.seq_keep(1)
         assert lengths(host) == ([11] if attention else [10, 11, 12])
         assert host.rm(1)
@@ -428,34 +433,34 @@ def test_a_copy_goes_back_to_its_sources_past() -> None:
 def test_a_lineage_has_no_other_past() -> None:
     host = ToyHost(2, n_ubatch=100, checkpoint_cells=8, attention=True)
     host.read({0: text(20)})
-    made = host.cache.checkpoint(0)
-    assert host.cache.resume(1, text(20)) == 0 and host.cache.nearest(text(20)) is None
+    made = host.cache.checkpoints.make(0)
+    assert host.cache.checkpoints.resume(1, text(20)) == 0 and host.cache.checkpoints.nearest(text(20)) is None
     assert made is not None
     with pytest.raises(Unsupported, match="seq_rm"):
-        host.cache.restore(made, 1)
+        host.cache.checkpoints.restore(made, 1)
     host.rm(0, 10)
     assert not made.valid
-    with pytest.raises(StaleCheckpoint, match="another way"):
+    with pytest.raises(StaleCheckpoint, match="rolled back beyond"):
         made.check()
 
 
 def test_resizing_keeps_checkpoints() -> None:
     host = ToyHost(2, n_ubatch=100, checkpoint_cells=3)
     host.read({0: text(20), 1: text(4, 1)})
-    made = host.cache.checkpoint(0)
+    made = host.cache.checkpoints.make(0)
     host.read({0: [1], 1: [1]})
     for n_cells, n_seq_max in ((6, 6), (2, 3), (4, 2)):
-        rows = {cell: host.rows[cell] for cell in range(host.cache.size)}
+        rows = {cell: host.rows[cell] for cell in range(host.cache.table.size)}
         before = host.cache.table.copy()
         target = before.copy()
         moves = dict(target.resize(n_cells + 3, n_seq_max))
         host.cache.resize(n_cells, n_seq_max)
-        host.rows = [-1] * host.cache.size
+        host.rows = [-1] * host.cache.table.size
         for cell in before.used_cells():
             host.rows[moves.get(cell, cell)] = rows[cell]
         assert made is not None and host.pinned(made.pin) == state_of(text(20))
         assert host.state(0) == state_of([*text(20), 1])
-    host.cache.restore(made, 1)
+    host.cache.checkpoints.restore(made, 1)
     assert host.state(1) == state_of(text(20))
 
 
@@ -494,7 +499,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             for seq_id, ids in new.items():
                 self.tokens[seq_id] += ids
         else:  # more sequences than cells: none of it was read
-            assert self.host.cache.table.size - self.host.cache.checkpoint_cells < SEQS
+            assert self.host.cache.table.size - self.host.cache.checkpoints.n_cells < SEQS
 
     @rule(seq_id=few, n=st.integers(1, 9), fail_at=st.integers(0, 2))
     def fail(self, seq_id: int, n: int, fail_at: int) -> None:
@@ -525,7 +530,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         done = self.host.rm(seq_id, p0)
         if not done:
             # only for want of a cell, or because nobody knows the tokens of a bystander that was lost
-            assert self.host.cache.table.size - self.host.cache.checkpoint_cells < SEQS or seq_id in self.lost
+            assert self.host.cache.table.size - self.host.cache.checkpoints.n_cells < SEQS or seq_id in self.lost
             if self.host.cache.seq_pos_max(seq_id) < 0 and seq_id not in self.lost:
                 self.lost[seq_id], self.tokens[seq_id] = tokens, []
             return
@@ -563,14 +568,14 @@ class CheckpointMachine(RuleBasedStateMachine):
         if self.host.attention is not None:
             self.host.attention = {}
         if data:
-            assert self.host.cache.checkpoints() == []
+            assert self.host.cache.checkpoints.all() == []
 
     @rule(seq_id=few, held=st.booleans())
     def checkpoint(self, seq_id: int, held: bool) -> None:
         if not held:
-            self.host.cache.mark(seq_id)
+            self.host.cache.checkpoints.mark(seq_id)
             return
-        made = self.host.cache.checkpoint(seq_id)
+        made = self.host.cache.checkpoints.make(seq_id)
         if made is not None:
             assert made.n_tokens == len(self.tokens[seq_id])
             self.receipts.append(made)
@@ -581,12 +586,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         made = self.receipts.pop(which % len(self.receipts))
         if release:
             if made.valid:
-                self.host.cache.release(made)
+                self.host.cache.checkpoints.release(made)
             with pytest.raises(StaleCheckpoint):
-                self.host.cache.release(made)
+                self.host.cache.checkpoints.release(made)
         elif made.valid and not self.attention:
             tokens = list(made.tokens or [])
-            self.host.cache.restore(made, seq_id)
+            self.host.cache.checkpoints.restore(made, seq_id)
             self.tokens[seq_id] = tokens
             self.lost.pop(seq_id, None)
 
@@ -595,7 +600,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         wanted = self.tokens[other] + extra
         if seq_id in self.lost:
             return
-        n = self.host.cache.resume(seq_id, wanted)
+        n = self.host.cache.checkpoints.resume(seq_id, wanted)
         if n:
             self.tokens[seq_id] = wanted[:n]
 
@@ -609,14 +614,14 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert cache.seq_pos_max(seq_id) == len(tokens) - 1
             assert self.host.state(seq_id) == state_of(tokens)
             if seq_id not in self.lost and tokens:
-                assert cache.tokens(seq_id).tolist() == tokens
+                assert cache.checkpoints.tokens(seq_id).tolist() == tokens
             if self.host.attention is not None and seq_id not in self.lost:
                 assert self.host.attention.get(seq_id, []) == tokens
-        kept = cache.checkpoints()
-        assert len({cache.table.pin_cell(each.pin) for each in kept}) <= cache.checkpoint_cells
+        kept = cache.checkpoints.all()
+        assert len({cache.table.pin_cell(each.pin) for each in kept}) <= cache.checkpoints.n_cells
         for each in kept:
             assert each.tokens is not None and self.host.pinned(each.pin) == state_of(each.tokens)
-        used = {each for each in range(cache.size) if cache.table.cell(each).pins}
+        used = {each for each in range(cache.table.size) if cache.table.cell(each).pins}
         assert used == {cache.table.pin_cell(each.pin) for each in kept}  # no pin is leaked
 
 

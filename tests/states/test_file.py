@@ -69,7 +69,7 @@ def test_all_and_one_come_back(tmp_path: Path, spec: CacheSpec) -> None:
         cache.save(tmp_path / "all", tokens=tokens)
         cache.save(tmp_path / "one", 3, tokens=[5, 6])
         assert other.load(tmp_path / "all") == tokens
-        assert written(other) == written(cache) and other.used == 2
+        assert written(other) == written(cache) and other.table.used == 2
         assert other.load(tmp_path / "one", 2) == {2: [5, 6]}
         assert other.seq_pos_max(2) == 9 and state_of(other, 2) == state_of(cache, 1)
         other.table.check()
@@ -85,7 +85,7 @@ def test_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
         empty.save(tmp_path / "one", 1)
         assert other.load(tmp_path / "one", 0) == {} and other.seq_pos_max(0) == -1 and other.seq_pos_max(1) == 9
         other.load(tmp_path / "all")
-        assert other.used == 0
+        assert other.table.used == 0
 
 
 def test_the_layout_is_as_documented(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_a_sequence_needs_a_cell(tmp_path: Path) -> None:
     """It takes its own if there is no other; one whose cell is shared has none of its own."""
     with used_cache(n_cells=3, n_seq_max=4) as cache:
         cache.save(tmp_path / "one", 0)
-        assert cache.find_slot(UBatch.single(2, 0)) is not None and cache.used == 3
+        assert cache.find_slot(UBatch.single(2, 0)) is not None and cache.table.used == 3
         before = contents(cache)
         with pytest.raises(StateError, match="no free cell for sequence 1: 3 cells, all in use"):
             cache.load(tmp_path / "one", 1)
         assert contents(cache) == before
         cache.load(tmp_path / "one", 2)
-        assert state_of(cache, 2) == state_of(cache, 0) and cache.used == 3
+        assert state_of(cache, 2) == state_of(cache, 0) and cache.table.used == 3
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -642,7 +642,7 @@ def test_rows_on_a_device_are_asked_for_when_all_else_is_right() -> None:
         assert reader.asked == 2 * 4 and cache.seq_pos_max(1) == 9
         with pytest.raises(RuntimeError, match="gone"):
             cache.state_read(Device(headers, fail=3), flags=FLAG_ON_DEVICE)
-        assert cache.used == 0
+        assert cache.table.used == 0
         with pytest.raises(Unsupported, match="reader of rows"):
             cache.state_read(io.BytesIO(headers), flags=FLAG_ON_DEVICE)
 
@@ -656,14 +656,14 @@ def talked(n_cells: int = 2, checkpoint_cells: int = 4, **options: object) -> Re
     fill(cache)
     for first in (0, 4, 8):
         cache.find_slot(UBatch.single(0, first, 4, range(first, first + 4)))
-        cache.mark(0)
+        cache.checkpoints.mark(0)
     cache.find_slot(UBatch.single(1, 0, 2, [50, 51]))
     return fill(cache, 1)
 
 
 def rows_of(cache: RecurrentCache, n_tokens: int) -> bytes:
     """The state of the checkpoint of that many tokens."""
-    (one,) = [each for each in cache.checkpoints() if each.n_tokens == n_tokens]
+    (one,) = [each for each in cache.checkpoints.all() if each.n_tokens == n_tokens]
     file = io.BytesIO()
     assert cache.buffers is not None
     for which, il in tensors(cache):
@@ -677,14 +677,14 @@ def test_checkpoints_and_tokens_travel_with_a_file(tmp_path: Path) -> None:
         cache.save(tmp_path / "one", 1)
         assert other.load(tmp_path / "all") == {0: list(range(12)), 1: [50, 51]}
         other.table.check()
-        assert [each.n_tokens for each in other.checkpoints(0)] == [4, 8, 12]
-        assert other.tokens(0).tolist() == list(range(12)) and other.checkpoints(1) == []
+        assert [each.n_tokens for each in other.checkpoints.of(0)] == [4, 8, 12]
+        assert other.checkpoints.tokens(0).tolist() == list(range(12)) and other.checkpoints.of(1) == []
         for n_tokens in (4, 8, 12):
             assert rows_of(other, n_tokens) == rows_of(cache, n_tokens)
         assert written(other) == written(cache)
-        assert other.seq_rm(0, 8, -1) and other.seq_pos_max(0) == 7 and other.tokens(0).tolist() == list(range(8))
+        assert other.seq_rm(0, 8, -1) and other.seq_pos_max(0) == 7 and other.checkpoints.tokens(0).tolist() == list(range(8))
         other.load(tmp_path / "one", 2)
-        assert other.tokens(2).tolist() == [50, 51] and len(other.checkpoints()) == 3
+        assert other.checkpoints.tokens(2).tolist() == [50, 51] and len(other.checkpoints.all()) == 3
         other.save(tmp_path / "without", checkpoints=False)
         assert len((tmp_path / "without").read_bytes()) < len((tmp_path / "all").read_bytes())
 
@@ -696,18 +696,18 @@ def test_as_many_checkpoints_are_taken_as_fit(tmp_path: Path, room: int) -> None
         other.load(tmp_path / "all")
         other.table.check()
         if room:
-            assert len(other.checkpoints()) == room and other.stats().checkpoints_evicted == 0
-            assert 4 in [each.n_tokens for each in other.checkpoints()], "the first on the way is the most useful"
+            assert len(other.checkpoints.all()) == room and other.stats().checkpoints_evicted == 0
+            assert 4 in [each.n_tokens for each in other.checkpoints.all()], "the first on the way is the most useful"
         assert written(other) == written(cache)
 
 
 def test_a_lineage_takes_no_checkpoints_along(tmp_path: Path) -> None:
-    with talked(own_lineage=True) as cache, talked() as other:
+    with talked(hybrid=True) as cache, talked() as other:
         cache.save(tmp_path / "all")
         assert b'"checkpoints"' not in (tmp_path / "all").read_bytes()[:4096]
         other.save(tmp_path / "other")
         cache.load(tmp_path / "other")
-        assert cache.checkpoints() == [] and cache.tokens(0).tolist() == list(range(12))
+        assert cache.checkpoints.all() == [] and cache.checkpoints.tokens(0).tolist() == list(range(12))
 
 
 def test_damaged_checkpoints_are_refused_and_nothing_changes(tmp_path: Path) -> None:
@@ -731,7 +731,7 @@ def test_damaged_checkpoints_are_refused_and_nothing_changes(tmp_path: Path) -> 
             (tmp_path / "bad").write_bytes(damaged)
             with pytest.raises(StateError, match=what):
                 cache.load(tmp_path / "bad")
-            assert contents(cache) == before and len(cache.checkpoints()) == 3
+            assert contents(cache) == before and len(cache.checkpoints.all()) == 3
 
 
 def test_inspect_shows_checkpoints(tmp_path: Path) -> None:

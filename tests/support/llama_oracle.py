@@ -6,22 +6,23 @@ import sys
 from pathlib import Path
 
 import children
+from native_build import NATIVE
 
 from rcache_plugin.hosts.llama.adapter.build import Compiler, compile_object
 from rcache_plugin.hosts.llama.adapter.found import find_install
 from rcache_plugin.hosts.llama.adapter.headers import get_headers
 
-HERE = Path(__file__).resolve().parent
+CHILD = Path(__file__).with_name("llama_oracle_child.py")
 
 
 def compile_oracle(folder: Path) -> Path:
     """tests/native/llama_oracle.cpp against the headers of the installed llama-cpp-python."""
     headers = get_headers(find_install().release)
     target = folder / "llama_oracle.so"
-    compile_object(Compiler.find(), headers, HERE / "native" / "llama_oracle.cpp", target)
+    compile_object(Compiler.find(), headers, NATIVE / "llama_oracle.cpp", target)
     return target
 
 
 class OracleProcess(children.Answering):
     def __init__(self, library: Path, model: Path, log: Path) -> None:
-        super().__init__([sys.executable, str(HERE / "llama_oracle_child.py"), str(library), str(model)], log=log)
+        super().__init__([sys.executable, str(CHILD), str(library), str(model)], log=log)

@@ -50,13 +50,14 @@ def contents(cache: RecurrentCache, rows_of_free_cells: bool = True) -> tuple[An
     """Cells, positions, head, the last slot and all rows; equal contents compare equal."""
     assert cache.buffers is not None
     columns = cache.table.columns()
-    rows: Any = tuple(cache.buffers.get_rows(which, il, 0, cache.size) for which, il in tensors(cache))
+    rows: Any = tuple(cache.buffers.get_rows(which, il, 0, cache.table.size) for which, il in tensors(cache))
     if not rows_of_free_cells:
-        used = [cell for cell in range(cache.size) if columns.seq_ids[cell]]
+        used = [cell for cell in range(cache.table.size) if columns.seq_ids[cell]]
         sizes = [cache.spec.row_bytes(which, il) for which, il in tensors(cache)]
         rows = tuple(data[c * n : (c + 1) * n] for data, n in zip(rows, sizes, strict=True) for c in used)
     numbers = tuple(column.tobytes() for column in columns[:3])
-    return numbers, columns.seq_ids, (cache.head, cache.n, cache.rs_z, cache.used), cache.plan is None, rows
+    table = cache.table
+    return numbers, columns.seq_ids, (table.head, table.n, table.rs_z, table.used), cache.plan is None, rows
 
 
 def written(cache: RecurrentCache, seq_id: int = -1) -> bytes:

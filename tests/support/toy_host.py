@@ -60,11 +60,11 @@ class ToyHost:
         self, n_seq: int, *, n_ubatch: int = 4, attention: bool = False, moves: bool = False, **options: object
     ) -> None:
         """With `moves` the cache holds the rows, as in host memory, and may move them; else it only plans."""
-        self.cache = RecurrentCache(SPEC, n_seq, allocate=False, own_lineage=attention, **options)  # type: ignore[arg-type]
-        self.cache.replay = self.replay
+        self.cache = RecurrentCache(SPEC, n_seq, allocate=False, hybrid=attention, **options)  # type: ignore[arg-type]
+        self.cache.checkpoints.replay = self.replay
         self.n_ubatch = n_ubatch
         self.attention: dict[int, list[int]] | None = {} if attention else None
-        self.rows: list[int] = [-1] * self.cache.size
+        self.rows: list[int] = [-1] * self.cache.table.size
         if moves:
             self.cache.buffers = ToyBuffers(self.rows)  # type: ignore[assignment]
         self.rows_moved = 0

@@ -37,7 +37,7 @@ enum rcache_placement {
 enum rcache_spec_flags {
     /* The host keeps something else of a sequence beside its state (an attention cache): a sequence goes back to
      * checkpoints of its own past only, because what is beside it has no other. */
-    RCACHE_SPEC_OWN_LINEAGE = 1
+    RCACHE_SPEC_HYBRID = 1
 };
 
 /* Has `n_tokens` tokens read into a sequence again, from position pos0 on, without outputs; the calls that this takes

@@ -18,7 +18,7 @@ from cffi import FFI
 
 from ...cache import RecurrentCache
 from ...capi.vtable import ABI_VERSION, CacheRequest, new_factory
-from ...checkpoints.store import DefaultPolicy
+from ...checkpoints.policy import DefaultPolicy
 from ...errors import AbiMismatch, RcacheError
 from ...memory.ggml import GgmlLib
 from .adapter.build import build
@@ -67,7 +67,7 @@ class _Host:
             empty_tensors=True,
             checkpoint_cells=checkpoint_cells,
             policy=DefaultPolicy(options.checkpoint_interval),
-            own_lineage=request.own_lineage,
+            hybrid=request.hybrid,
             max_replay=options.max_replay,
         )
         self.adapter.rcache_llama_set_consecutive(int(options.consecutive_seq_ids))

@@ -52,12 +52,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
 
     @property
     def _keeps(self) -> bool:
-        return self.rcache is not None and self.rcache.checkpoint_cells > 0 and not self.rcache.closed
+        return self.rcache is not None and self.rcache.checkpoints.n_cells > 0 and not self.rcache.closed
 
     @property
     def _crosses(self) -> bool:
         """Whether a state of any conversation will do."""
-        return self._keeps and self.rcache is not None and not self.rcache.own_lineage
+        return self._keeps and self.rcache is not None and not self.rcache.checkpoints.hybrid
 
     # llama_cpp.Llama's own
 
@@ -115,7 +115,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         super().load_state(state)
         cache = self.rcache
         if cache is not None and self._keeps and cache.seq_pos_max(0) == self.n_tokens - 1:
-            cache.set_tokens(0, self.input_ids[: self.n_tokens])
+            cache.checkpoints.set_tokens(0, self.input_ids[: self.n_tokens])
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         """As `llama_cpp.Llama.generate`, from the longest part of `tokens` that any state has read."""
@@ -158,14 +158,14 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         if cache is None or not self._keeps or cache.seq_pos_max(0) == self.n_tokens - 1:
             return
         wanted = self.input_ids[: self.n_tokens].copy()
-        known, at = cache.tokens(0), cache.seq_pos_max(0) + 1
+        known, at = cache.checkpoints.tokens(0), cache.seq_pos_max(0) + 1
         self._ctx.kv_cache_seq_rm(0, self.n_tokens, -1)
         if len(known) < at or (at == 0 and 0 < len(known) < self.n_tokens):
             return  # it has read more than text (an image), which can't be read again from here
         at = cache.seq_pos_max(0) + 1
         if at != self.n_tokens:
             log.debug("no way back to %d tokens, they are read anew", self.n_tokens)
-            if 0 < at < len(wanted) and np.array_equal(cache.tokens(0), wanted[:at]):
+            if 0 < at < len(wanted) and np.array_equal(cache.checkpoints.tokens(0), wanted[:at]):
                 self.n_tokens = at
             else:
                 self.reset()
@@ -183,27 +183,27 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         live = common_prefix(self._input_ids, prompt)
         if live == len(prompt) == self.n_tokens and not self._requires_eval:
             return  # read whole already
-        at = cache.resume(0, prompt[:most])
+        at = cache.checkpoints.resume(0, prompt[:most])
         if not at:
             # the context may have read more than this object has seen: a state that was loaded
-            at = self._go_back(cache, min(max(live, common_prefix(cache.tokens(0), prompt)), most))
+            at = self._go_back(cache, min(max(live, common_prefix(cache.checkpoints.tokens(0), prompt)), most))
         if at:
             self.input_ids[:at] = prompt[:at]
             self.n_tokens = at
             self._requires_eval = True
-        places = [*borders, cache.known_prefix(prompt[:most]) if self._crosses else 0]
+        places = [*borders, cache.checkpoints.known_prefix(prompt[:most]) if self._crosses else 0]
         for place in sorted({each for each in places if at + LEAST_PART <= each < most}):
             if not at:
                 self.reset()
             self._eval(prompt[at:place])
-            cache.mark(0)
+            cache.checkpoints.mark(0)
             at = place
 
     def _go_back(self, cache: RecurrentCache, n_tokens: int) -> int:
         """Goes back to at most `n_tokens` of the tokens read: returns how many these are, 0 if there is no way."""
         if n_tokens and self._ctx.kv_cache_seq_rm(0, n_tokens, -1):
             return n_tokens if cache.seq_pos_max(0) == n_tokens - 1 else 0
-        nearest = cache.nearest(seq_id=0, pos=n_tokens - 1) if n_tokens else None
+        nearest = cache.checkpoints.nearest(seq_id=0, pos=n_tokens - 1) if n_tokens else None
         if nearest is not None and self._ctx.kv_cache_seq_rm(0, nearest.n_tokens, -1):
             return nearest.n_tokens
         return 0
@@ -213,7 +213,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         read = after.tokens_read - before.tokens_read
         replayed = after.tokens_replayed - before.tokens_replayed
         reused = max(n_asked - read - replayed, 0)
-        cache.count_prompt(n_asked, reused)
+        cache.checkpoints.count_prompt(n_asked, reused)
         if self.verbose:
             print(
                 f"rcache: prompt of {n_asked} tokens: {reused} reused, {replayed} replayed, {read} read; "

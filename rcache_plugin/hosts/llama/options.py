@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...cells.slots import COMPACT
-from ...checkpoints.store import default_checkpoint_cells
+from ...checkpoints.policy import cells_within, default_checkpoint_cells
 
 PROMPT_TAIL, PROMPT_TAIL_FROM = 1, 32
 """With checkpoints: the last token of a prompt is read by itself when the prompt has at least so many, so that there is
@@ -32,10 +32,10 @@ class Options:
     max_replay: int | None = None
     """The most tokens that are read again when a sequence goes back to where no checkpoint is; None: no limit."""
 
-    def cells_for_checkpoints(self, cell_bytes: int) -> int:
-        """How many cells of `cell_bytes` bytes checkpoints get."""
+    def cells_for_checkpoints(self, state_bytes: int) -> int:
+        """How many cells of `state_bytes` bytes checkpoints get."""
         if self.checkpoint_cells is not None:
             return self.checkpoint_cells
         if self.checkpoint_bytes is not None:
-            return self.checkpoint_bytes // max(cell_bytes, 1)
-        return default_checkpoint_cells(cell_bytes)
+            return cells_within(self.checkpoint_bytes, state_bytes)
+        return default_checkpoint_cells(state_bytes)

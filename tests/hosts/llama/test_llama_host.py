@@ -36,13 +36,15 @@ def test_our_llama_is_a_drop_in(tmp_path: Path) -> None:
     assert installed() and issubclass(Llama, llama_cpp.Llama)
     llm = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False, placement="classic", spare_cells=2)
     cache = llm.rcache
-    assert cache.placement == "classic" and (cache.size - cache.checkpoint_cells, cache.n_seq_max) == (3, 1)
+    assert cache.placement == "classic" and cache.table.n_seq_max == 1
+    assert cache.table.size - cache.checkpoints.n_cells == 3
     assert cache in caches()
     text = llm("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"]
     assert cache.seq_pos_max(0) == llm.n_tokens - 1 > 0
     with context_options(placement="classic") as made:
         other = llama_cpp.Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
-    assert made == [made[0]] and made[0].placement == "classic" and made[0].size == 1 + made[0].checkpoint_cells
+    assert made == [made[0]] and made[0].placement == "classic"
+    assert made[0].table.size == 1 + made[0].checkpoints.n_cells
     plain = Llama(MODEL, n_ctx=128, n_threads=1, verbose=False)
     assert plain.rcache.placement == "compact"
     assert plain("Once upon a time", max_tokens=8, temperature=0)["choices"][0]["text"] == text
@@ -105,7 +107,7 @@ def test_options_that_cannot_be_are_errors_in_python(tmp_path: Path) -> None:
         except ValueError as error:
             print(type(error).__name__)
     llm = Llama(MODEL, n_ctx=64, n_threads=1, verbose=False)
-    print(llm.rcache.size - llm.rcache.checkpoint_cells)
+    print(llm.rcache.table.size - llm.rcache.checkpoints.n_cells)
     """,
         MODEL=str(llama_models.write("mamba", tmp_path)),
     )

@@ -484,7 +484,7 @@ def a_reset_costs_nothing_in_a_pure_model(talk: Talk) -> None:
     llm.reset()
     assert llm.n_tokens == 0
     _, read, replayed = talk.say(llm, prompt)
-    assert read + replayed <= (1 if talk.pure else len(prompt)), (read, replayed, talk.cache.checkpoints())
+    assert read + replayed <= (1 if talk.pure else len(prompt)), (read, replayed, talk.cache.checkpoints.all())
     llm.reset()
     talk.say(llm, talk.ids(LINES[1]))
     llm.reset()
@@ -629,8 +629,8 @@ def counts_and_one_line_a_prompt(talk: Talk) -> None:
     assert stats.tokens_reused == len(prompt) - 1
     assert stats.tokens_read == len(prompt) + 1 + 2 * 11 and stats.tokens_replayed == 0
     assert stats.checkpoints_made >= 1 and stats.checkpoints_used == 1, stats
-    assert stats.checkpoints == len(llm.rcache.checkpoints())
-    assert stats.bytes == llm.rcache.checkpoint_cells * llm.rcache.spec.cell_bytes > 0
+    assert stats.checkpoints == len(llm.rcache.checkpoints.all())
+    assert stats.bytes == llm.rcache.checkpoints.n_cells * llm.rcache.spec.cell_bytes > 0
     lines = [line for line in err.getvalue().splitlines() if line.startswith("rcache:")]
     assert len(lines) == 2, lines
     n = len(prompt)
@@ -670,7 +670,7 @@ def its_options_outlive_pickling(talk: Talk) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         llm = talk.Llama(talk.path, n_ctx=64, n_threads=1, verbose=False, checkpoint_cells=3, max_replay=7)
         again = pickle.loads(pickle.dumps(llm))
-    assert (again.rcache.checkpoint_cells, again.rcache.max_replay) == (3, 7)
+    assert (again.rcache.checkpoints.n_cells, again.rcache.checkpoints.max_replay) == (3, 7)
 
 
 @scenario(*OURS)

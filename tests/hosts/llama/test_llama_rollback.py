@@ -136,7 +136,8 @@ class Host:
 
     def lengths(self, seq: int | None = None) -> list[int]:
         """Of the checkpoints."""
-        return [each.n_tokens for each in self.cache.checkpoints(seq)]
+        kept = self.cache.checkpoints
+        return [each.n_tokens for each in (kept.all() if seq is None else kept.of(seq))]
 
     @contextmanager
     def aborting(self, after: int) -> Iterator[list[int]]:
@@ -172,11 +173,12 @@ def same(one: Array, other: Array) -> None:
 
 @contextmanager
 def failing(method: str, nth: int = 1, error: type[BaseException] = RuntimeError) -> Iterator[list[int]]:
-    """Inside, the `nth` call of a method of `RecurrentCache` or `Rewind` raises, and those after it."""
+    """Inside, the `nth` call of a method of `RecurrentCache`, `Observers` or `Rollback` raises, and those after it."""
     from rcache_plugin.cache import RecurrentCache
-    from rcache_plugin.checkpoints.rollback import Rewind
+    from rcache_plugin.cells.observers import Observers
+    from rcache_plugin.checkpoints.rollback import Rollback
 
-    owner: Any = RecurrentCache if hasattr(RecurrentCache, method) else Rewind
+    owner: Any = next(each for each in (RecurrentCache, Rollback, Observers) if hasattr(each, method))
     original, calls = getattr(owner, method), [0]
 
     def instead(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -469,7 +471,7 @@ def any_conversation_goes_on_from_any_other(host: Host) -> None:
     host.read({0: tokens(40)})
     host.read({0: [5]})
     host.rm(0, -1)
-    n_tokens = host.cache.resume(1, [*tokens(40), 7, 8])
+    n_tokens = host.cache.checkpoints.resume(1, [*tokens(40), 7, 8])
     assert n_tokens == 40
     host.ids[1] = tokens(40)
     host.in_step()
@@ -482,7 +484,7 @@ def no_conversation_goes_on_from_another(host: Host) -> None:
     host.new(n_seq_max=2)
     host.read({0: tokens(40)})
     host.read({0: [5]})
-    assert host.cache.resume(1, [*tokens(40), 7]) == 0 and host.last(1) == -1
+    assert host.cache.checkpoints.resume(1, [*tokens(40), 7]) == 0 and host.last(1) == -1
     host.rm(0, -1)
     assert host.lengths() == []
 
@@ -530,7 +532,7 @@ def states_that_were_taken_back_are_kept_as_they_are(host: Host) -> None:
     host.new(n_rs_seq=3)
     host.read({0: tokens(20)})
     assert host.rm(0, 18)
-    made = host.cache.checkpoint(0)
+    made = host.cache.checkpoints.make(0)
     assert made is not None and made.n_tokens == 18
     for i in range(8):
         host.read({0: [40 + i], 1: [i]})
@@ -699,7 +701,7 @@ def a_callback_that_raises_in_a_decode(host: Host) -> None:
 def a_seq_rm_that_raises_is_a_refusal(host: Host) -> None:
     host.new()
     host.read({0: tokens(20)})
-    for method in ("_go_back", "remove"):
+    for method in ("_roll_back", "seq_rm"):
         with failing(method):
             assert not host.lib.llama_memory_seq_rm(host.memory, 0, 7, -1)
         host.in_step()
@@ -709,7 +711,7 @@ def a_seq_rm_that_raises_is_a_refusal(host: Host) -> None:
 @scenario()
 def an_interrupt_in_the_middle_of_going_back(host: Host) -> None:
     """Whatever is raised, at each step of it: the sequence is where it was, gone back, or lost; never wrong."""
-    for method in ("_hold", "_go_to", "_read_again", "_changed"):
+    for method in ("_hold", "_go_to", "_replay", "changed"):
         host.new({"checkpoint_interval": 10_000})
         host.read({0: tokens(40), 1: tokens(6, 1)})
         with failing(method, error=KeyboardInterrupt):
@@ -726,9 +728,9 @@ def the_state_that_is_left_does_not_take_the_cell_of_the_one_it_goes_to(host: Ho
     for p0 in (40, 41, 55):
         host.new({"checkpoint_cells": 2})
         host.read({0: tokens(20)})
-        host.cache.mark(0)
+        host.cache.checkpoints.mark(0)
         host.read({0: tokens(20, 1)})
-        host.cache.mark(0)
+        host.cache.checkpoints.mark(0)
         for token in tokens(50, 2):
             host.read({0: [token]})
         assert host.lengths() == [20, 40]
@@ -764,7 +766,7 @@ def a_replay_that_failed_ends_what_lay_behind_it(host: Host) -> None:
     host.new({"checkpoint_interval": 10_000})
     for i in range(4):
         host.read({0: tokens(30, i)})
-        host.cache.mark(0)
+        host.cache.checkpoints.mark(0)
     host.read({0: [5]})
     with host.aborting(10):
         assert not host.lib.llama_memory_seq_rm(host.memory, 0, 50, -1)
@@ -786,7 +788,7 @@ def few_cells_for_checkpoints_are_never_an_error(host: Host) -> None:
         for step in range(40):
             host.read({seq: tokens(rng.randint(1, 9), step * 7 + seq) for seq in rng.sample(range(4), 3)})
             if step == 20:
-                assert host.cache.checkpoint(0) is not None
+                assert host.cache.checkpoints.make(0) is not None
             seq = rng.randrange(4)
             if host.ids[seq] and rng.random() < 0.4:
                 assert host.rm(seq, rng.randint(1, len(host.ids[seq])))
@@ -795,7 +797,7 @@ def few_cells_for_checkpoints_are_never_an_error(host: Host) -> None:
                 break
         for seq in range(4):
             host.goes_on(seq)
-        assert host.cache.used <= 4 + cells and len(host.lengths()) <= cells
+        assert host.cache.table.used <= 4 + cells and len(host.lengths()) <= cells
         if cells == 1:
             assert host.cache.stats().checkpoints_skipped > 0
 
@@ -805,7 +807,7 @@ def memory_is_bounded_by_bytes_and_freed_on_clear(host: Host) -> None:
     host.new()
     cell = host.cache.spec.cell_bytes
     host.new({"checkpoint_bytes": 3 * cell + 1, "checkpoint_interval": 16})
-    assert host.cache.checkpoint_bytes == 3 * cell and host.cache.size == 4 + 3
+    assert host.cache.checkpoints.n_bytes == 3 * cell and host.cache.table.size == 4 + 3
     host.read({0: tokens(200)})
     host.read({1: tokens(100, 1)})
     stats = host.cache.stats()
@@ -813,7 +815,7 @@ def memory_is_bounded_by_bytes_and_freed_on_clear(host: Host) -> None:
     assert host.rm(0, 150)
     host.goes_on()
     host.lib.llama_memory_clear(host.memory, True)
-    assert host.lengths() == [] and host.cache.used == 0
+    assert host.lengths() == [] and host.cache.table.used == 0
 
 
 @scenario()
@@ -855,11 +857,12 @@ def a_context_is_freed_with_live_checkpoints(host: Host) -> None:
 
     host.new()
     host.read({0: tokens(40)})
-    made, cache = host.cache.checkpoint(0), host.cache
+    made, cache = host.cache.checkpoints.make(0), host.cache
     host.read({0: [5]})
     host.machine.free(0)
     assert cache.closed and made is not None
-    for use in (lambda: cache.restore(made, 0), lambda: cache.release(made), lambda: cache.checkpoints()):
+    kept = cache.checkpoints
+    for use in (lambda: kept.restore(made, 0), lambda: kept.release(made), lambda: kept.all()):
         try:
             use()
         except RcacheError as error:
@@ -936,7 +939,7 @@ def random_operations_on_several_sequences(host: Host) -> None:
                 host.read({s: [rng.randrange(1, N_VOCAB)] for s in some})
             elif kind == "back" and host.ids[seq]:
                 p0 = rng.randint(1, len(host.ids[seq]) + 1)
-                known = len(host.cache.tokens(seq)) >= min(p0, len(host.ids[seq]))
+                known = len(host.cache.checkpoints.tokens(seq)) >= min(p0, len(host.ids[seq]))
                 done = host.rm(seq, p0)
                 assert done or not known, (seed, step, seq, p0)
             elif kind == "cp":
@@ -947,7 +950,7 @@ def random_operations_on_several_sequences(host: Host) -> None:
                 with host.aborting(rng.randrange(60)):
                     status, _ = host.status({seq: tokens(rng.randint(1, 20), step)})
                 if status and not host.rm(seq, len(host.ids[seq])):
-                    assert len(host.cache.tokens(seq)) < len(host.ids[seq]), (seed, step)
+                    assert len(host.cache.checkpoints.tokens(seq)) < len(host.ids[seq]), (seed, step)
                     host.rm(seq, -1)
             elif kind == "save" and host.ids[seq]:
                 saved.append((list(host.ids[seq]), host.machine.save(0, seq)))

@@ -612,7 +612,7 @@ llama_memory_recurrent::llama_memory_recurrent(
     spec.n_embd_p    = has_p ? n_embd_p.data() : nullptr;
     spec.buft        = bufts.data();
     spec.n_rs_seq    = n_rs_seq;
-    spec.flags       = filter ? RCACHE_SPEC_OWN_LINEAGE : 0;
+    spec.flags       = filter ? RCACHE_SPEC_HYBRID : 0;
 
     auto state = std::make_unique<rcache_state>();
     if (g_factory->create(g_factory->user, &spec, &state->table) != RCACHE_STATUS_OK) {
