@@ -1,9 +1,9 @@
 """Compiles the llama.cpp adapter for the llama-cpp-python that is installed, and keeps it in the user's cache folder.
 
-The adapter (``cpp/llama_adapter.cpp``, which includes the files beside it) defines a class of libllama anew, so it must
-be compiled against the internal headers of that very version. `build` finds the install, fetches the headers once, compiles, checks that
-libllama will really use the result, and returns its path; later calls return the same path at once. Neither
-``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded into this process.
+The adapter (``cpp/llama_adapter.cpp``, which includes the files beside it) defines a class of libllama anew, so it
+must be compiled against the internal headers of that very version. `build` finds the install, fetches the headers
+once, compiles, checks that libllama will really use the result, and returns its path; later calls return the same path
+at once. Neither ``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded into this process.
 
 In the cache folder, KEY stands for our C interface, the adapter's files, the compiler and its flags; Python's own
 version plays no part. Beside each object, ``checked-*`` files tell for which libllama it was checked.

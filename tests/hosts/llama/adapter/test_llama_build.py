@@ -352,7 +352,7 @@ def test_real_adapter_compiles_without_warnings(real: tuple[LlamaInstall, Path],
 
 
 def test_real_adapter_exports_nothing_else_of_its_own(real: tuple[LlamaInstall, Path]) -> None:
-    """Whatever it exports may take the place of libllama's own: the class, what libllama has too, and weak templates."""
+    """An exported name may take the place of libllama's; templates of the standard library are weak, and left out."""
     library, adapter = read(real[0].libllama), read(real[1])
     ours = {n for n, s in adapter.defined.items() if s.binding == symbols._STB_GLOBAL} - library.defined.keys()
     assert {n for n in ours if not n.startswith("rcache_llama_")} == set()

@@ -27,7 +27,7 @@ struct memory_state {
     uint32_t               tail        = 0;       // tokens at the end of a prompt that get a ubatch of their own
     uint32_t               tail_from   = 0;       // in prompts of at least so many tokens
     std::set<llama_seq_id> broken;                // sequences that a failed step has emptied in our half only
-    bool                   silent      = false;   // seq_pos_min tells nothing, so that a hybrid memory tells the other half's
+    bool                   silent      = false;   // seq_pos_min tells nothing: a hybrid memory then tells the other half's
 
     ~memory_state() {
         if (table) {

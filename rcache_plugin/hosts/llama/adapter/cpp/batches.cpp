@@ -6,12 +6,12 @@
  *   llama_memory_recurrent::init_update   never an update; tells whose memory this is
  *   llama_memory_recurrent::prepare       whether all ubatches have a slot
  *   llama_memory_recurrent::find_slot     the slot of the next ubatch, with its cells taken
- *   llama_memory_recurrent_context        one decode under way: its ubatches, and what the graph asks of the slot. get_r_l,
- *                                         get_s_l, get_p_l and get_size stand in tensors.cpp
+ *   llama_memory_recurrent_context        one decode under way: its ubatches, and what the graph asks of the slot
+ *                                         (get_r_l, get_s_l, get_p_l and get_size: tensors.cpp)
  *
- * A batch is split as llama.cpp's own code splits it, with two exceptions, both for models without attention only: ubatches
- * need not hold consecutive sequence ids, and the last token of a prompt gets a ubatch of its own, so that there is a state
- * of just before it.
+ * A batch is split as llama.cpp's own code splits it, with two exceptions for models without attention: ubatches need not
+ * hold consecutive sequence ids, and the last token of a prompt gets a ubatch of its own, so that there is a state of just
+ * before it.
  */
 
 #include "adapter.h"

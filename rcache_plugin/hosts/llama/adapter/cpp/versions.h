@@ -1,13 +1,15 @@
 /*
- * What differs between the versions of llama.cpp that the adapter is compiled against (llama-cpp-python 0.3.32 to 0.3.36).
+ * What differs between the versions of llama.cpp that the adapter is compiled against.
  *
  * Two macros come from the build (headers.py), each when the headers of that version have the member:
  *
  *   RCACHE_LLAMA_HAS_PLE          p_l, a third kind of state row, with size_p_bytes and get_p_l (tensors.cpp)
  *   RCACHE_LLAMA_HAS_STATE_CLEAR  state_clear (state_io.cpp)
  *
- * These three definitions stand with their like, under the macro. All else is here. The functions that take an int and a long as
- * last argument are called with 0: the first is chosen where it compiles.
+ * The definitions of these three members stand with their like, under the macro. All else is here.
+ *
+ * Of two functions that differ in the last argument, int or long, the first is taken where it compiles: they are called
+ * with 0.
  */
 #pragma once
 
