@@ -1,11 +1,11 @@
 """Compiles the llama.cpp adapter for the llama-cpp-python that is installed, and keeps it in the user's cache folder.
 
-The adapter (``adapter/llama_adapter.cpp``) defines a class of libllama anew, so it must be compiled against the
-internal headers of that very version. `build` finds the install, fetches the headers once, compiles, checks that
-libllama will really use the result, and returns its path; later calls return the same path at once. Neither
-``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded into this process.
+The adapter (``cpp/llama_adapter.cpp``, which includes the files beside it) defines a class of libllama anew, so it
+must be compiled against the internal headers of that very version. `build` finds the install, fetches the headers
+once, compiles, checks that libllama will really use the result, and returns its path; later calls return the same path
+at once. Neither ``llama_cpp`` nor ``ggml`` is imported, and nothing is loaded into this process.
 
-In the cache folder, KEY stands for our C interface, the adapter's source, the compiler and its flags; Python's own
+In the cache folder, KEY stands for our C interface, the adapter's files, the compiler and its flags; Python's own
 version plays no part. Beside each object, ``checked-*`` files tell for which libllama it was checked.
 """
 
@@ -34,7 +34,8 @@ from .symbols import SharedObject, check_interposable, check_loaded, check_symbo
 OBJECT_NAME = "librcache_llama.so"
 _ABOUT = "build.json"
 
-ADAPTER = Path(__file__).resolve().with_name("llama_adapter.cpp")
+ADAPTER = Path(__file__).resolve().parent / "cpp" / "llama_adapter.cpp"
+"""The one file that is compiled; it includes its parts, which lie beside it."""
 
 # Never -Bsymbolic or -z now: libllama is loaded after this object, and finds its functions through it.
 _COMPILE_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-Wl,-z,lazy", "-Wl,-z,nodelete")
@@ -107,8 +108,9 @@ def abi_version() -> int:
 
 
 def _source_key() -> str:
-    """Stands for our side: C interface, adapter, headers and flags."""
-    files = [*sorted(ADAPTER.parent.glob("*.h")), ADAPTER, *sorted(INCLUDE.glob("*.h"))]
+    """Stands for our side: C interface, all files of the adapter, and flags."""
+    adapter = {ADAPTER, *ADAPTER.parent.glob("*.cpp"), *ADAPTER.parent.glob("*.h")}
+    files = [*sorted(adapter), *sorted(INCLUDE.glob("*.h"))]
     try:
         parts = [part for path in files for part in (path.name.encode(), path.read_bytes())]
     except OSError as e:

@@ -206,6 +206,8 @@ def test_key_changes_with_all_that_matters(
     note()
     (adapter.parent / "part.h").write_text("int three;")
     note()
+    (adapter.parent / "part.cpp").write_text("int four;")
+    note()
     header = include / "rcache_plugin.h"
     header.write_text(re.sub(r"(#define RCACHE_ABI_VERSION) \d+", r"\1 77", header.read_text()))
     note()
@@ -214,7 +216,7 @@ def test_key_changes_with_all_that_matters(
     note()
     monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-g"))
     note()
-    assert len(set(paths)) == len(paths) == 10
+    assert len(set(paths)) == len(paths) == 11
     monkeypatch.setattr(sys, "version_info", (3, 99))
     note(install=dataclasses.replace(small_install, folder=tmp_path))
     assert paths[-1] == paths[-2]
@@ -343,7 +345,19 @@ def test_real_adapter_takes_the_place_of_the_real_class(real: tuple[LlamaInstall
 def test_real_adapter_compiles_without_warnings(real: tuple[LlamaInstall, Path], tmp_path: Path) -> None:
     headers = Headers(real[0].release, folders.cache_dir() / f"headers-{real[0].release}")
     flags = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    build.compile_object(Compiler.find(), headers, build.ADAPTER, tmp_path / "adapter.so", flags)
+    parts = sorted(build.ADAPTER.parent.glob("*.cpp"))
+    assert build.ADAPTER in parts and len(parts) == 6
+    for part in parts:  # the whole, and each by itself
+        build.compile_object(Compiler.find(), headers, part, tmp_path / "adapter.so", flags)
+
+
+def test_real_adapter_exports_nothing_else_of_its_own(real: tuple[LlamaInstall, Path]) -> None:
+    """An exported name may take the place of libllama's; templates of the standard library are weak, and left out."""
+    library, adapter = read(real[0].libllama), read(real[1])
+    ours = {n for n, s in adapter.defined.items() if s.binding == symbols._STB_GLOBAL} - library.defined.keys()
+    assert {n for n in ours if not n.startswith("rcache_llama_")} == set()
+    assert len(ours) == 4
+    assert not [name for name in adapter.defined if "6rcache" in name]
 
 
 def test_libraries_are_read_as_nm_reads_them(real: tuple[LlamaInstall, Path]) -> None:

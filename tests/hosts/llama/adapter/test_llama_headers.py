@@ -56,7 +56,7 @@ def test_a_download_is_used(build_cache: Path, kit: Kit, tmp_path: Path, monkeyp
     assert (headers.folder / "src" / "llama-memory-recurrent.h").read_text() == CLASS_H
     pip.write_text("#!/bin/sh\nexit 1\n")
     assert headers_module.get_headers(VERSION, progress=None) == headers  # from the cache folder
-    (headers_module.folder / "src" / "llama-memory-recurrent.h").write_text("damaged")
+    (headers.folder / "src" / "llama-memory-recurrent.h").write_text("damaged")
     with pytest.raises(HeadersNotFound, match="pip could not download"):
         headers_module.get_headers(VERSION, progress=None)
 
