@@ -14,7 +14,7 @@ from llama_models import Fields, Shapes
 
 
 def _attention_only() -> tuple[Fields, Shapes]:
-    d, n_ff, n_head = 32, 48, 4
+    d, n_ff, n_head = 256, 512, 4
     fields = llama_models._common(d, 2, n_ff, n_head, n_head) | {"rope.dimension_count": d // n_head}
     shapes = llama_models._ends(d)
     for il in range(2):
