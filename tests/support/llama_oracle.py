@@ -18,7 +18,7 @@ def compile_oracle(folder: Path) -> Path:
     """tests/native/llama_oracle.cpp against the headers of the installed llama-cpp-python."""
     headers = get_headers(find_install().release)
     target = folder / "llama_oracle.so"
-    compile_object(Compiler.find(), headers, HERE / "native" / "llama_oracle.cpp", target)
+    compile_object(Compiler.find(), headers, children.ROOT / "tests" / "native" / "llama_oracle.cpp", target)
     return target
 
 
