@@ -30,6 +30,9 @@ AMX wants of F16; block types need more, so such a matrix is F16 then, as conver
 OUTPUTS = 32
 """Number of rows of a matrix: AMX computes two tiles of 16 at once."""
 
+VOCABULARY = 8
+"""Number of tokens: Mamba's 50280 is no multiple of 16, and AMX leaves such a matrix to the other kernels."""
+
 MAMBA1_STATE = 16
 """Floats of a channel's state in Mamba-1: 16 in all released models."""
 
@@ -58,7 +61,7 @@ class OddSize(ValueError):
 
 def problems(architecture: str, fields: Mapping[str, Any], shapes: Shapes) -> list[str]:
     """What is odd, in words. `fields`: the metadata, without ``<architecture>.``."""
-    found = [*_heads(architecture, fields)]
+    found = odd_heads(architecture, fields)
     for name, shape in shapes.items():
         wide = [n for n in shape if n != 1]
         if len(wide) < 2 or name.endswith(NOT_MULTIPLIED):
@@ -68,16 +71,24 @@ def problems(architecture: str, fields: Mapping[str, Any], shapes: Shapes) -> li
         if architecture in MAMBA2 and name.endswith("ssm_in.weight"):
             outputs -= fields["ssm.time_step_rank"]  # a value a head stands behind the others
         if not name.endswith(PER_HEAD_OUTPUTS):
-            found += _odd(f"{name}: number of rows", outputs, RANK if name.endswith(NARROW_OUTPUTS) else OUTPUTS)
+            found += _odd(f"{name}: number of rows", outputs, _step_of_outputs(name))
     return found
 
 
-def _heads(architecture: str, fields: Mapping[str, Any]) -> list[str]:
+def _step_of_outputs(name: str) -> int:
+    if name in ("token_embd.weight", "output.weight"):
+        return VOCABULARY
+    return RANK if name.endswith(NARROW_OUTPUTS) else OUTPUTS
+
+
+def odd_heads(architecture: str, fields: Mapping[str, Any]) -> list[str]:
+    """What is odd about the heads and states: where a kernel that walks in whole steps writes past its memory."""
     found: list[str] = []
     for key in ("wkv.head_size", "attention.key_length", "attention.value_length"):
         if key in fields:
             found += _odd(key, fields[key], HEAD)
-    n_head = fields.get("attention.head_count") or 0
+    n_head = fields.get("attention.head_count") or 0  # of each layer, where they differ
+    n_head = max(n_head) if isinstance(n_head, (list, tuple)) else n_head
     if n_head and "attention.key_length" not in fields:
         found += _odd("head of attention", fields["embedding_length"] / n_head, HEAD)
     if "ssm.state_size" in fields:
@@ -100,9 +111,20 @@ def check(architecture: str, fields: Mapping[str, Any], shapes: Shapes) -> None:
 
 def problems_of(path: Path) -> list[str]:
     """What is odd about the model in a file."""
+    architecture, fields, file = _read(path)
+    return problems(architecture, fields, {tensor.name: tensor.shape.tolist() for tensor in file.tensors})
+
+
+def odd_heads_of(path: Path) -> list[str]:
+    """`odd_heads` of the model in a file."""
+    architecture, fields, _ = _read(path)
+    return odd_heads(architecture, fields)
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any], gguf.GGUFReader]:
     file = gguf.GGUFReader(path)
     values = {name: field.contents() for name, field in file.fields.items() if not name.startswith("tokenizer.")}
     architecture = values["general.architecture"]
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-    return problems(architecture, fields, {tensor.name: tensor.shape.tolist() for tensor in file.tensors})
+    return architecture, fields, file
