@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from mamba_gguf import MATRIX_TYPES, MambaShape, ModelInfo, byte_vocab, write_mamba_gguf
 
-# Rows are multiples of 256, as in released models: kernels of ggml may do worse than slow with others on some processors.
+# Rows are multiples of 256, as in released models: with others, some kernels of ggml crash on some processors.
 PRESETS = {
     "mamba-130m": MambaShape(n_vocab=50280, n_embd=768, n_layer=24),
     "mamba-1.4b": MambaShape(n_vocab=50280, n_embd=2048, n_layer=48),

@@ -4,8 +4,8 @@ llama.cpp's source distribution has a program that writes such models (tests/tes
 against the headers of the installed version and linked to the installed libraries, which takes under a minute; the few
 functions of llama.cpp's tools that it logs with are ours. RWKV, which it leaves out, comes from
 tests/support/llama_models.py. The sizes of llama.cpp's models are fixed in that program: heads of 64 and more, but rows
-of 128 and 384 too, which is all right for its F32 weights; odd heads are reported. The scripts are those of tests/hosts/llama/test_llama_parity.py; the table goes into
-docs/parity.md.
+of 128 and 384 too, which is all right for its F32 weights; odd heads are reported. The scripts are those of
+tests/hosts/llama/test_llama_parity.py; the table goes into docs/parity.md.
 
     python scripts/archs.py [--work build/archs] [--table docs/parity.md] [--only REGEX]
 """

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import granularity
 import gguf
+import granularity
 import numpy as np
 from tiny_mamba import byte_vocab
 
