@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MODELS = ROOT / "build" / "bench"
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 
 import children  # noqa: E402
+import make_random_gguf  # noqa: E402
 
 
 class Side:
@@ -43,7 +45,8 @@ class Side:
 
 
 def model(preset: str) -> str:
-    path = MODELS / f"{preset}.gguf"
+    # A preset whose sizes have changed is another file.
+    path = MODELS / f"{preset}-{zlib.crc32(repr(make_random_gguf.PRESETS[preset]).encode()):08x}.gguf"
     if not path.exists():
         MODELS.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(ROOT / "examples" / "make_random_gguf.py"), "--preset", preset, "-o", str(path)]

@@ -22,14 +22,15 @@ from pathlib import Path
 import numpy as np
 from mamba_gguf import MATRIX_TYPES, MambaShape, ModelInfo, byte_vocab, write_mamba_gguf
 
+# Rows are multiples of 256, as in released models: with others, some kernels of ggml crash on some processors.
 PRESETS = {
     "mamba-130m": MambaShape(n_vocab=50280, n_embd=768, n_layer=24),
     "mamba-1.4b": MambaShape(n_vocab=50280, n_embd=2048, n_layer=48),
-    "tiny": MambaShape(n_vocab=260, n_embd=64, n_layer=4),
+    "tiny": MambaShape(n_vocab=288, n_embd=256, n_layer=4),
     # few weights beside a large state, 24 and 80 MB a sequence: that of mamba-2.8b, and that of a hybrid of 80B
-    "state-24mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=480),
-    "state-80mb": MambaShape(n_vocab=260, n_embd=256, n_layer=24, d_state=1632),
-    "large-state": MambaShape(n_vocab=260, n_embd=256, n_layer=64, d_state=187),  # bytes of a Mamba 2.8B's
+    "state-24mb": MambaShape(n_vocab=288, n_embd=256, n_layer=24, d_state=480),
+    "state-80mb": MambaShape(n_vocab=288, n_embd=256, n_layer=24, d_state=1632),
+    "large-state": MambaShape(n_vocab=288, n_embd=256, n_layer=64, d_state=192),  # about the bytes of a Mamba 2.8B's
 }
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import children
+import outcomes
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests whose stock llama.cpp dies of itself are counted apart."""
+    config.pluginmanager.register(outcomes)
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ import llama_child
 import llama_models
 import pytest
 
+from rcache_plugin.hosts.mamba import bundled_model
+
 EXAMPLES = children.ROOT / "examples"
+BUNDLED = str(bundled_model())
 FIGURES = re.compile(r"\[(\d+) asked: (\d+) reused, (\d+) replayed, (\d+) read\]")
 
 QUESTIONS = """Who is the shepherd of the sheep, and what shall he give unto them?
@@ -28,8 +31,7 @@ never asked
 STOCK = """
     import json
     from llama_cpp import Llama
-    from rcache_plugin.hosts.mamba import bundled_model
-    llm = Llama(str(bundled_model()), n_ctx=1024, n_threads=1, verbose=False)
+    llm = Llama(BUNDLED, n_ctx=1024, n_threads=1, verbose=False)
     answers = []
     for prompt in json.loads(PROMPTS):
         llm.reset()
@@ -60,7 +62,8 @@ def test_the_chat_reads_no_prompt_twice_and_says_so() -> None:
     q = [line.removeprefix("/edit ") for line in QUESTIONS.splitlines()]
     turn = f"User: {q[0]}\nAnswer:"
     prompts = [turn, *(f"{turn}{answers[0]}\nUser: {question}\nAnswer:" for question in (q[1], q[1], q[3])), turn]
-    fresh = json.loads(children.run_code(f"    PROMPTS = {json.dumps(prompts)!r}\n" + STOCK, env=llama_child.QUIET))
+    code = f"    BUNDLED, PROMPTS = {BUNDLED!r}, {json.dumps(prompts)!r}\n" + STOCK
+    fresh = json.loads(children.run_code(code, env=llama_child.QUIET, stock=True))
     assert answers == fresh
 
 
@@ -74,8 +77,9 @@ CHATS = """
     for n_kept, question in json.loads(ASKED):
         messages = [*messages[:n_kept], {"role": "user", "content": question}]
         llm.reset()
-        found = llm.create_chat_completion(messages, max_tokens=24, temperature=0)
-        answers.append(found["choices"][0]["message"]["content"])
+        # In pieces, as the example asks: llama-cpp-python leaves characters of several tokens out then.
+        pieces = llm.create_chat_completion(messages, max_tokens=24, temperature=0, stream=True)
+        answers.append("".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces))
         messages.append({"role": "assistant", "content": answers[-1]})
     print(json.dumps(answers))
 """
@@ -94,7 +98,7 @@ def test_the_chat_uses_a_models_own_template(name: str, tmp_path: Path) -> None:
 
     asked = [(0, q[0]), (2, q[1]), (2, q[2]), (2, q[2])]  # messages kept, and the next
     code = f"    MODEL, ASKED = {str(model)!r}, {json.dumps(asked)!r}\n" + CHATS
-    fresh = json.loads(children.run_code(code, env=llama_child.QUIET))
+    fresh = json.loads(children.run_code(code, env=llama_child.QUIET, stock=True))
     assert answers == [re.sub("\r\n?", "\n", each) for each in fresh]  # as reading text from a pipe does
 
 
@@ -107,8 +111,7 @@ BRANCHES = """
     import json
     from itertools import islice
     from llama_cpp import Llama
-    from rcache_plugin.hosts.mamba import bundled_model
-    llm = Llama(str(bundled_model()), n_ctx=4096, n_threads=1, verbose=False)
+    llm = Llama(BUNDLED, n_ctx=4096, n_threads=1, verbose=False)
     prompt = llm.tokenize(PROMPT.encode())
     texts = []
     for seed in range(8):
@@ -124,8 +127,8 @@ BRANCHES = """
 def test_branches_read_the_prompt_once() -> None:
     prompt = "And the children of Israel did that which was evil in the sight of the LORD, and served other gods"
     *lines, last = run_example("branches.py", "-t", "1", "-p", prompt).splitlines()
-    code = f"    PROMPT = {prompt!r}\n" + BRANCHES
-    n_prompt, fresh = json.loads(children.run_code(code, env=llama_child.QUIET))
+    code = f"    BUNDLED, PROMPT = {BUNDLED!r}, {prompt!r}\n" + BRANCHES
+    n_prompt, fresh = json.loads(children.run_code(code, env=llama_child.QUIET, stock=True))
     assert [line.partition(": ")[2] for line in lines] == fresh and len(set(fresh)) > 1
     read = n_prompt - 1 + 8 * 24  # each branch: the prompt's last token, and 23 of its own
     assert last.startswith(f"{n_prompt} tokens of prompt, 8 continuations of 24: {read} tokens read, 0 replayed;")

@@ -50,7 +50,7 @@ def check_parts(report: Report, model: str, seqs: list[int]) -> None:
 @pytest.mark.parametrize("writer", SIDES)
 @pytest.mark.parametrize("model", MODELS)
 def test_files_of_llama_cpp(exchanges: Exchanges, model: str, writer: str) -> None:
-    folder = exchanges.files(model)
+    folder = exchanges.files(model, writer)
     session = inspect(folder / f"{writer}.session file")
     assert (session.kind, session.version, session.checksum) == ("llama session", 10, False)
     assert session.architecture == models()[model].architecture and len(session.tokens["prompt"]) == 20
@@ -73,7 +73,8 @@ def test_files_of_llama_cpp_that_were_cut(exchanges: Exchanges, model: str) -> N
     for kind in ("session file", "sequence file"):
         data = (folder / f"stock.{kind}").read_bytes()
         path = folder / "cut"
-        ends = {0, 3, 4, 11, 12, 90, 93, 100, *range(0, len(data), 211), *range(len(data) - 40, len(data), 3)}
+        ends = {0, 3, 4, 11, 12, 90, 93, 100, *range(len(data) - 40, len(data), 3)}
+        ends |= set(range(0, len(data), max(211, len(data) // 150)))
         ends |= set(boundaries(data, folder / f"stock.{kind}"))
         for end in sorted(ends - {len(data)}):
             path.write_bytes(data[:end])
@@ -174,7 +175,7 @@ def test_the_command_shows_tables(exchanges: Exchanges, tmp_path: Path) -> None:
     done = rcache("inspect", str(exchanges.files("qwen35") / "stock.session file"))
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if "│" in line]
     assert ["0", "attention", "20", "0 .. 19", ""] in rows and ["3", "recurrent", "1", "8", ""] in rows
-    assert ["recurrent", "2 x s", "f32", "4096", "24576"] in rows
+    assert ["recurrent", "2 x s", "f32", "65536", "393216"] in rows
     assert "intact       yes, it reads to the last byte; the format has no checksum" in done.stdout
     assert "model        qwen35\n" in done.stdout and "tokens       20: " in done.stdout
     with used_cache() as cache:
@@ -188,11 +189,11 @@ def test_the_command_shows_tables(exchanges: Exchanges, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_json(exchanges: Exchanges, tmp_path: Path) -> None:
-    done = rcache("inspect", "--json", str(exchanges.files("granite-hybrid") / "rcache.sequence file"))
+    done = rcache("inspect", "--json", str(exchanges.files("granite-hybrid", "rcache") / "rcache.sequence file"))
     found = json.loads(done.stdout)
     assert found["kind"] == "llama sequence" and found["intact"] is True and len(found["tokens"]["prompt"]) == 9
     assert found["parts"][0]["cells"] == 9 and found["parts"][1]["cells"] == [{"pos": 8, "seq_ids": []}]
-    assert found["parts"][1]["columns"][0] == {"which": "r", "type": "f32", "row_bytes": 1152}
+    assert found["parts"][1]["columns"][0] == {"which": "r", "type": "f32", "row_bytes": 7680}
     assert found["sequences"][1]["pos_max"] == 8
     (tmp_path / "none").write_bytes(b"something else")
     assert "neither a state file" in rcache("inspect", str(tmp_path / "none"), expect=2).stderr

@@ -1,8 +1,8 @@
 """One side of the exchange of states, stock llama.cpp or ours: ``exchange_child.py stock|rcache MODEL FOLDER``.
 
 Both sides run at once. Each computes the same, saves its states as FOLDER/<side>.<kind> and what it computes next,
-waits for the other, loads all states of both into fresh contexts and goes on from there. What came of it is in
-FOLDER/<side>.json: by "<writer> <kind>" whether it was taken, the positions, and what differed.
+waits for the other (unless it has died), loads all states of both into fresh contexts and goes on from there. What
+came of it is in FOLDER/<side>.json: by "<writer> <kind>" whether it was taken, the positions, and what differed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Side:
     def __init__(self, mode: str, model: Path, folder: Path) -> None:
         if mode == "rcache":
             llama_child.install()
+        else:
+            sys.modules["rcache_plugin"] = None  # type: ignore[assignment]  # importing it fails
         self.mode, self.folder = mode, folder
         self.machine = Machine(model)
         self.hybrid = False
@@ -123,9 +125,13 @@ class Side:
         end = time.monotonic() + 120
         other = {"stock": "rcache", "rcache": "stock"}[self.mode]
         while not (self.folder / f"{other}.written").exists():
+            if (self.folder / f"{other}.died").exists():
+                break
             assert time.monotonic() < end, f"{other} has written nothing"
             time.sleep(0.02)
         for writer in ("stock", "rcache"):
+            if not (self.folder / f"{writer}.written").exists():
+                continue
             with np.load(self.file(writer, "logits.npz")) as stored:
                 expected = {int(seq): stored[seq].tobytes() for seq in stored.files}
             for kind in KINDS:

@@ -238,7 +238,8 @@ def run(
 ) -> list[list[Trace]]:
     """Runs `scripts` on `model`, in one child for each of `modes`, all at once; gives back what each did.
 
-    Raises `children.ChildFailed`.
+    Raises `children.ChildFailed`. When nothing failed but stock died of a fault of its own, that is a
+    `children.StockDied`, and `survivors` of it has what the others did.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "scripts.json"
@@ -247,17 +248,23 @@ def run(
     started = [
         children.start(_command(mode, model, source, out), env=QUIET) for mode, out in zip(modes, outs, strict=True)
     ]
-    failed = []
+    failed, died = [], {}
     for mode, child in zip(modes, started, strict=True):
         try:
             status, printed, errors = children.finish(child, timeout=timeout)
         except children.ChildFailed as e:
             failed.append(f"{mode}: {e}")
-        else:
-            if status != 0:
-                failed.append(f"{mode}: exit status {status}\n{printed}\n{errors}")
-    if failed:
+            continue
+        fault = children.stock_died(status, printed, errors) if mode == "stock" else None
+        if fault is not None:
+            died[mode] = fault
+        if status != 0:
+            failed.append(f"{mode}: exit status {status}\n{printed}\n{errors}")
+    if len(failed) > len(died):
         raise children.ChildFailed("\n".join(failed))
+    for fault in died.values():
+        fault.survivors = {mode: read(out) for mode, out in zip(modes, outs, strict=True) if mode not in died}
+        raise fault
     return [read(out) for out in outs]
 
 
@@ -556,6 +563,8 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(f"{mode}: not one of {', '.join(MODES)}")
     if mode == "rcache":
         install()
+    else:
+        sys.modules["rcache_plugin"] = None  # type: ignore[assignment]  # importing it fails: stock has no part of ours
     machine = Machine(Path(model))
     traces = []
     for entry in json.loads(Path(source).read_text()):

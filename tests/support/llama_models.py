@@ -1,7 +1,8 @@
 """Writes tiny models with random weights for the architectures of llama.cpp that keep a recurrent state.
 
-All are F32 with the same byte vocabulary, two to four layers wide, and drawn so that logits are of order one and the
-state matters. Shapes stand in ggml's order: the contiguous dimension first.
+All are F32 with the same byte vocabulary, two to four layers deep, and drawn so that logits are of order one and the
+state matters. They are as small as `granularity` allows; it has the reasons. Shapes stand in ggml's order: the
+contiguous dimension first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import granularity
 import numpy as np
 from tiny_mamba import byte_vocab
 
-N_VOCAB = 272
+N_VOCAB = 288
 Shapes = dict[str, tuple[int, ...]]
 Fields = dict[str, Any]
 
@@ -35,7 +37,8 @@ class Model:
     """False where llama.cpp itself aborts when it shifts positions of this model."""
 
     def write(self, path: Path, seed: int = 0, chat_template: str | None = None) -> Path:
-        """Writes the model to `path` and returns it; equal seeds give equal files."""
+        """Writes the model to `path` and returns it; equal seeds give equal files. Raises `granularity.OddSize`."""
+        granularity.check(self.architecture, self.fields, self.shapes)
         rng = np.random.default_rng([seed, *self.name.encode()])
         writer = gguf.GGUFWriter(path, self.architecture)
         for key, value in self.fields.items():
@@ -177,7 +180,7 @@ def _ssm(d_inner: int, d_state: int, d_conv: int, rank: int, n_group: int | None
 
 
 def _mamba(norms: bool) -> tuple[Fields, Shapes]:
-    d, n_layer, d_state, d_conv, rank = 32, 3, 8, 4, 4
+    d, n_layer, d_state, d_conv, rank = 256, 3, 16, 4, 16
     fields = _common(d, n_layer, 0, 0, 0) | _ssm(2 * d, d_state, d_conv, rank)
     shapes = _ends(d, output=norms)
     for il in range(n_layer):
@@ -186,7 +189,7 @@ def _mamba(norms: bool) -> tuple[Fields, Shapes]:
 
 
 def _mamba_2() -> tuple[Fields, Shapes]:
-    d, n_layer, d_state, d_conv, n_head, n_group = 32, 3, 16, 4, 4, 2
+    d, n_layer, d_state, d_conv, n_head, n_group = 256, 3, 64, 4, 8, 2
     fields = _common(d, n_layer, 0, 0, 0) | _ssm(2 * d, d_state, d_conv, n_head, n_group)
     shapes = _ends(d)
     for il in range(n_layer):
@@ -197,15 +200,14 @@ def _mamba_2() -> tuple[Fields, Shapes]:
 def _rwkv_common(d: int, n_layer: int, n_ff: int, n_head: int, token_shift: int) -> Fields:
     return _common(d, n_layer, n_ff, n_head, n_head) | {
         "attention.layer_norm_epsilon": 1e-5,
-        "wkv.head_size": d // n_head if n_head else 16,
+        "wkv.head_size": granularity.HEAD,
         "token_shift_count": token_shift,
     }
 
 
 def _rwkv_6() -> tuple[Fields, Shapes]:
-    d, n_layer, n_ff, head, extra, decay = 64, 2, 96, 32, 8, 16
+    d, n_layer, n_ff, head, extra, decay = 256, 2, 512, 64, 32, 64
     fields = _rwkv_common(d, n_layer, n_ff, 0, 2) | {
-        "wkv.head_size": head,
         "time_mix_extra_dim": extra,
         "time_decay_extra_dim": decay,
         "rescale_every_n_layers": 6,
@@ -252,11 +254,10 @@ def _rwkv6_mix(d: int, extra: int, decay: int) -> Shapes:
 
 
 def _rwkv_6_qwen2() -> tuple[Fields, Shapes]:
-    d, n_layer, n_ff, n_head, n_head_kv, extra, decay = 64, 2, 96, 4, 2, 8, 16
+    d, n_layer, n_ff, n_head, n_head_kv, extra, decay = 256, 2, 512, 4, 2, 32, 64
     head = d // n_head
     fields = _rwkv_common(d, n_layer, n_ff, n_head, 1) | {
         "attention.head_count_kv": n_head_kv,
-        "wkv.head_size": head,
         "time_mix_extra_dim": extra,
         "time_decay_extra_dim": decay,
     }
@@ -312,8 +313,8 @@ def _rwkv7_ranks(decay: int, iclr: int, value: int, gate: int) -> Fields:
 
 
 def _rwkv_7() -> tuple[Fields, Shapes]:
-    d, n_layer, n_ff, ranks = 64, 2, 96, (8, 12, 16, 20)
-    fields = _rwkv_common(d, n_layer, n_ff, 0, 2) | {"wkv.head_size": 32} | _rwkv7_ranks(*ranks)
+    d, n_layer, n_ff, ranks = 256, 2, 512, (64, 96, 32, 128)
+    fields = _rwkv_common(d, n_layer, n_ff, 0, 2) | _rwkv7_ranks(*ranks)
     shapes = _ends(d) | {"output_norm.bias": (d,), "token_embd_norm.weight": (d,), "token_embd_norm.bias": (d,)}
     for il in range(n_layer):
         shapes |= _layer(
@@ -332,8 +333,8 @@ def _rwkv_7() -> tuple[Fields, Shapes]:
 
 
 def _arwkv_7() -> tuple[Fields, Shapes]:
-    d, n_layer, n_ff, ranks = 64, 2, 96, (8, 12, 16, 0)
-    fields = _rwkv_common(d, n_layer, n_ff, 0, 1) | {"wkv.head_size": 32} | _rwkv7_ranks(*ranks)
+    d, n_layer, n_ff, ranks = 256, 2, 512, (64, 96, 32, 0)
+    fields = _rwkv_common(d, n_layer, n_ff, 0, 1) | _rwkv7_ranks(*ranks)
     shapes = _ends(d)
     for il in range(n_layer):
         shapes |= _layer(il, {"attn_norm.weight": (d,), **_rwkv7_mix(d, il, *ranks), **_ffn(d, n_ff)})
@@ -341,7 +342,7 @@ def _arwkv_7() -> tuple[Fields, Shapes]:
 
 
 def _granite_hybrid() -> tuple[Fields, Shapes]:
-    d, n_ff, n_head, d_state, d_conv, n_ssm_head, n_group = 32, 48, 4, 16, 4, 4, 1
+    d, n_ff, n_head, d_state, d_conv, n_ssm_head, n_group = 256, 512, 4, 64, 4, 8, 1
     kv = [0, 2, 0]
     fields = _common(d, len(kv), n_ff, n_head, kv) | _ssm(2 * d, d_state, d_conv, n_ssm_head, n_group)
     shapes = _ends(d, output=False)
@@ -355,7 +356,7 @@ def _granite_hybrid() -> tuple[Fields, Shapes]:
 
 
 def _jamba() -> tuple[Fields, Shapes]:
-    d, n_ff, n_head, d_state, d_conv, rank = 32, 48, 4, 8, 4, 4
+    d, n_ff, n_head, d_state, d_conv, rank = 256, 512, 4, 16, 4, 16
     kv = [0, 2, 0]
     fields = _common(d, len(kv), n_ff, n_head, kv) | _ssm(2 * d, d_state, d_conv, rank)
     shapes = _ends(d)
@@ -373,7 +374,7 @@ def _lfm2() -> tuple[Fields, Shapes]:
 
     All its attention layers slide. The other attention half thus has no tensors, and llama.cpp aborts on a shift.
     """
-    d, n_ff, n_head, d_conv = 32, 48, 4, 3
+    d, n_ff, n_head, d_conv = 256, 512, 4, 3
     kv = [0, 2, 0]
     fields = _common(d, len(kv), n_ff, n_head, kv) | {"shortconv.l_cache": d_conv, "attention.sliding_window": 24}
     shapes = _ends(d, norm="token_embd_norm", output=False)
@@ -391,8 +392,8 @@ def _lfm2() -> tuple[Fields, Shapes]:
 
 
 def _qwen35() -> tuple[Fields, Shapes]:
-    d, n_ff, n_head, n_head_kv, head = 64, 48, 4, 2, 16
-    d_state, d_conv, n_k, n_v = 16, 4, 2, 4
+    d, n_ff, n_head, n_head_kv, head = 256, 512, 4, 2, 64
+    d_state, d_conv, n_k, n_v = 64, 4, 2, 4
     attention_layers = (1, 3)
     mixed = d_state * (2 * n_k + n_v)
     fields = _common(d, 4, n_ff, n_head, n_head_kv) | _ssm(d_state * n_v, d_state, d_conv, n_v, n_k)
@@ -400,7 +401,7 @@ def _qwen35() -> tuple[Fields, Shapes]:
         "attention.key_length": head,
         "attention.value_length": head,
         "rope.dimension_count": head,
-        "rope.dimension_sections": [3, 3, 2, 0],
+        "rope.dimension_sections": [11, 11, 10, 0],
         "full_attention_interval": 2,
     }
     shapes = _ends(d)

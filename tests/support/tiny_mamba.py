@@ -1,6 +1,7 @@
 """Writes tiny Mamba-1 models with random weights as GGUF files, and reads weights back, for tests.
 
-Values are drawn so that logits are of order one and states matter: a wrong state shows in the first digits.
+Values are drawn so that logits are of order one and states matter: a wrong state shows in the first digits. Sizes keep
+to `granularity`, which has the reasons.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import granularity
 import numpy as np
 from children import ROOT
 
@@ -28,13 +30,13 @@ MATRICES = ("token_embd.weight", "output.weight", "ssm_in.weight", "ssm_x.weight
 class TinyMamba:
     """What to write. `matrix_type`: of the matrices whose rows fill whole blocks; the others become F16."""
 
-    n_vocab: int = 61
-    n_embd: int = 24
+    n_vocab: int = 64
+    n_embd: int = 256
     n_layer: int = 2
-    d_inner: int = 40
-    d_state: int = 8
+    d_inner: int = 512
+    d_state: int = 16
     d_conv: int = 4
-    dt_rank: int = 5
+    dt_rank: int = 16
     eps: float = 1e-5
     tied: bool = True
     dt_b_c_rms: bool | None = None
@@ -85,8 +87,11 @@ class TinyMamba:
         """Writes the model to `path` and returns it.
 
         `fields`: more metadata, or other values. `drop`: fields and tensors to leave out. `tensors`: more tensors, or
-        other values. `types`: of single tensors, by name without ``blk.<il>.``.
+        other values. `types`: of single tensors, by name without ``blk.<il>.``. With these four a file is made that a
+        loader has to refuse, so they are not asked for real sizes; the model itself is. Raises `granularity.OddSize`.
         """
+        sizes = {key.removeprefix("mamba."): value for key, (value, _) in self.metadata().items()}
+        granularity.check("mamba", sizes, {name: shape[::-1] for name, shape in self.shapes().items()})
         writer = gguf.GGUFWriter(path, architecture)
         for key, (value, kind) in self.metadata().items():
             if key not in drop and key not in (fields or {}):

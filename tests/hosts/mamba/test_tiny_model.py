@@ -11,17 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import agreement
 import children
 import gguf
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "rcache_plugin" / "hosts" / "mamba" / "models" / "tiny-mamba.gguf"
 MAKE_RANDOM = ROOT / "examples" / "make_random_gguf.py"
 
-# The hosts round alike but not to the bit: their logits differ by some thousandths. Of the prompts tried, those stand
-# here whose best and second-best logits are at least 0.025 apart at each of the 64 tokens. Others came to 0.0006, and
-# the same tokens there would be luck.
+# The hosts round alike but not to the bit, and by how much they differ depends on the processor: see `agreement`. So
+# the reference host reads stock's own text, and their choices are compared wherever stock's two best logits are far
+# enough apart. With these prompts that is 280 of the 320 tokens here; at each the best leads by 0.025 at least.
 PROMPTS = (
     "In the beginning",
     "The LORD is my shepherd;",
@@ -30,6 +32,8 @@ PROMPTS = (
     "Now these are the names of the",
 )
 N_GREEDY = 64
+N_COMPARED = 250
+"""Of the tokens of all prompts, those that have to be compared at least."""
 TEXTS = (
     "In the beginning God created the heaven and the earth.\n",
     "It's 3 o'clock, he'll say;  two spaces,\ttab,\n\ntwo lines, trailing space ",
@@ -41,31 +45,32 @@ STOCK = """
 import json, sys
 import llama_cpp
 import numpy as np
-path, prompts, texts, n_greedy = json.load(sys.stdin)
+path, prompts, texts, n_greedy, _ = json.load(sys.stdin)
 model = llama_cpp.Llama(path, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
 def logits():
     values = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), shape=(model.n_vocab(),))
     assert np.isfinite(values).all()
-    return values
+    second, best = np.sort(values)[-2:].tolist()
+    return int(values.argmax()), best - second, float(abs(values).max())
 def greedy(prompt):
     model.reset()
     model.eval(model.tokenize(prompt.encode(), add_bos=False, special=False))
-    tokens = [int(logits().argmax())]
-    while len(tokens) < n_greedy:
-        model.eval(tokens[-1:])
-        tokens.append(int(logits().argmax()))
-    return tokens
+    steps = [logits()]
+    while len(steps) < n_greedy:
+        model.eval([steps[-1][0]])
+        steps.append(logits())
+    return steps
 ids = [model.tokenize(text.encode(), add_bos=False, special=False) for text in texts]
 back = [model.detokenize(i).decode() for i in ids]
-json.dump({"greedy": [greedy(p) for p in prompts], "ids": ids, "back": back}, sys.stdout)
+json.dump({"steps": [greedy(p) for p in prompts], "ids": ids, "back": back}, sys.stdout)
 """
 
 REFERENCE = """
 import json, sys
 import numpy as np
 from rcache_plugin.hosts.mamba import MambaContext, MambaModel
-path, prompts, texts, n_greedy = json.load(sys.stdin)
-def greedy(model, prompt):
+path, prompts, texts, n_greedy, given = json.load(sys.stdin)
+def greedy(model, prompt, text):
     with MambaContext(model, n_seq_max=1, n_ubatch=128, n_threads=1) as context:
         def step(tokens):
             values = context.decode(tokens)
@@ -73,20 +78,28 @@ def greedy(model, prompt):
             return int(values[0].argmax())
         tokens = [step(model.tokenizer.encode(prompt))]
         while len(tokens) < n_greedy:
-            tokens.append(step(tokens[-1:]))
+            tokens.append(step(text[len(tokens) - 1 : len(tokens)] or tokens[-1:]))
         return tokens
 with MambaModel(path) as model:
     ids = [model.tokenizer.encode(text) for text in texts]
     back = [model.tokenizer.decode(i) for i in ids]
-    json.dump({"greedy": [greedy(model, p) for p in prompts], "ids": ids, "back": back}, sys.stdout)
+    texts = [greedy(model, *each) for each in zip(prompts, given or [[]] * len(prompts))]
+    json.dump({"greedy": texts, "ids": ids, "back": back}, sys.stdout)
 """
 
 
-def run_host(code: str, path: Path, prompts: tuple[str, ...], n_greedy: int) -> dict[str, Any]:
-    """What a host makes of a model: greedy tokens after each prompt, ids of `TEXTS`, the texts of these ids."""
-    command = [sys.executable, "-X", "faulthandler", "-c", code]
-    done = children.run(command, stdin=json.dumps([str(path), prompts, TEXTS, n_greedy]))
-    result: dict[str, Any] = json.loads(done.stdout)
+def run_host(
+    code: str, path: Path, prompts: tuple[str, ...], n_greedy: int, given: list[list[int]] | None = None
+) -> dict[str, Any]:
+    """What a host makes of a model: greedy tokens after each prompt, ids of `TEXTS`, the texts of these ids.
+
+    `given`: what the reference host reads instead of what it says itself. Stock also tells its steps: token, by how
+    much it won, and the largest logit.
+    """
+    stdin = json.dumps([str(path), prompts, TEXTS, n_greedy, given])
+    result: dict[str, Any] = json.loads(children.run_code(code, stdin=stdin, stock=code is STOCK))
+    if code is STOCK:
+        result["greedy"] = [[token for token, _, _ in steps] for steps in result["steps"]]
     return result
 
 
@@ -96,8 +109,8 @@ def stock() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    return run_host(REFERENCE, MODEL, PROMPTS, N_GREEDY)
+def reference(stock: dict[str, Any]) -> dict[str, Any]:
+    return run_host(REFERENCE, MODEL, PROMPTS, N_GREEDY, stock["greedy"])
 
 
 def field(reader: gguf.GGUFReader, key: str) -> Any:
@@ -121,10 +134,20 @@ def test_the_bundled_model_is_a_mamba_with_a_vocabulary_of_its_own() -> None:
     assert "output.weight" not in names and "token_embd.weight" in names
 
 
-@pytest.mark.parametrize("i", range(len(PROMPTS)))
-def test_both_hosts_give_the_same_greedy_tokens(i: int, stock: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert len(stock["greedy"][i]) == N_GREEDY
-    assert reference["greedy"][i] == stock["greedy"][i]
+def test_both_hosts_give_the_same_greedy_tokens(stock: dict[str, Any], reference: dict[str, Any]) -> None:
+    steps = np.array(stock["steps"])
+    assert steps.shape == (len(PROMPTS), N_GREEDY, 3)
+    clear = steps[..., 1] > 2 * agreement.tolerance(MODEL) * steps[..., 2].max()
+    assert clear.sum() >= N_COMPARED
+    assert np.array_equal(np.array(reference["greedy"])[clear], steps[..., 0][clear])
+
+
+def test_the_reference_host_writes_a_text_of_its_own(stock: dict[str, Any]) -> None:
+    """The same as stock's up to where rounding may decide, which is beyond these tokens."""
+    own = run_host(REFERENCE, MODEL, PROMPTS[:1], 8)
+    steps = np.array(stock["steps"][0][:8])
+    assert (steps[:, 1] > 2 * agreement.tolerance(MODEL) * steps[:, 2].max()).all()
+    assert own["greedy"][0] == stock["greedy"][0][:8]
 
 
 def test_the_prompts_lead_to_different_texts(stock: dict[str, Any]) -> None:
