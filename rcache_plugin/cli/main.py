@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import RcacheError
-from . import build_llama, devices, exec, include_dir, inspect, run
+from . import build_llama, devices, doctor, exec, include_dir, inspect, run
 from .exits import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 
-COMMANDS = (run, devices, inspect, build_llama, exec, include_dir)
+COMMANDS = (run, devices, inspect, build_llama, exec, include_dir, doctor)
 """In the order of ``rcache --help``."""
 
 _EXTRA_MODULES = ("ggml", "gguf", "rich", "tokenizers")

@@ -159,16 +159,25 @@ def build(
         return ready or _build(install, smoke, scratch, say)
 
 
+def kept_object(install: LlamaInstall) -> Path | None:
+    """The adapter in the cache folder, whether or not it was checked for this libllama; nothing is built.
+
+    Without compiler, it is the one of any compiler: built in one image of a container, it is used in another. Raises
+    `CacheFolderError`.
+    """
+    try:
+        path = object_path(install, Compiler.find())
+    except CompilerNotFound:
+        folder = cache_dir() / f"llama-{install.version}"
+        path = next(iter(sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))), folder / OBJECT_NAME)
+    return path if path.is_file() else None
+
+
 def _ready(install: LlamaInstall, smoke: Smoke | None, say: Progress) -> Path | None:
     """The adapter in the cache folder, checked for this libllama."""
     with using_cache():
-        try:
-            path = object_path(install, Compiler.find())
-        except CompilerNotFound:
-            # Whatever compiler made it: built in one image of a container, it is used in another without compiler.
-            folder = cache_dir() / f"llama-{install.version}"
-            path = next(iter(sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))), folder / OBJECT_NAME)
-        if not path.is_file():
+        path = kept_object(install)
+        if path is None:
             return None
         stamp = _stamp(path, install, smoke)
         if stamp.is_file():
