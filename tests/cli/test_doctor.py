@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import rcache
+from children import ROOT, rcache
 from doctor_kit import ABORTING, Machine, library, needed, others
 from llama_kit import VERSION, Kit
 
@@ -71,6 +71,13 @@ def test_json_has_the_documented_keys_in_their_order(box: Machine) -> None:
     assert "not built yet" in what
     assert command == f"{shlex.quote(sys.executable)} -m rcache_plugin build-llama"
     assert len(report["problems"]) == 1
+
+
+def test_the_documentation_has_the_same_keys() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.M))
+    said = {name: set(re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", row))) for name, row in rows.items()}
+    assert said == KEYS
 
 
 def test_text_has_a_line_for_each_part_and_ends_with_the_verdict(box: Machine) -> None:
