@@ -32,7 +32,9 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"errors", "cells", "memory", "states", "capi", "hosts.mamba", "hosts.llama", "hosts.llama.adapter"},
 }
 # modules that belong to no room, and where they may be imported
-SHARED = {"_lazy": set(ROOMS), "_access": {"checkpoints", "cache"}, "_rcache": {"memory", "capi"}, "__init__": {"cli"}}
+SHARED = {
+    "_lazy": set(ROOMS), "_access": {"checkpoints", "cache"}, "_rcache": {"memory", "capi", "cli"}, "__init__": {"cli"},
+}
 METADATA = {"errors", "cells", "checkpoints", "states"}
 FOREIGN_OF_METADATA = {"cffi", "_cffi_backend", "ctypes", "ggml", "llama_cpp", "gguf", "tokenizers", "rich"}
 FOREIGN_OF = {

@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ from .process import run
 from .symbols import SharedObject, check_interposable, check_loaded, check_symbols
 
 OBJECT_NAME = "librcache_llama.so"
-_ABOUT = "build.json"
+ABOUT = "build.json"
+"""File beside the object: what it was made of."""
 
 ADAPTER = Path(__file__).resolve().parent / "cpp" / "llama_adapter.cpp"
 """The one file that is compiled; it includes its parts, which lie beside it."""
@@ -161,22 +161,31 @@ def build(
         return ready or _build(install, smoke, scratch, say)
 
 
+def kept_object(install: LlamaInstall) -> Path | None:
+    """The adapter in the cache folder, whether or not it was checked for this libllama; nothing is built.
+
+    Without compiler, it is the one of any compiler: built in one image of a container, it is used in another. Raises
+    `CacheFolderError`.
+    """
+    try:
+        path = object_path(install, Compiler.find())
+    except CompilerNotFound:
+        folder = cache_dir() / f"llama-{install.version}"
+        path = next(iter(sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))), folder / OBJECT_NAME)
+    return path if path.is_file() else None
+
+
 def _ready(install: LlamaInstall, smoke: Smoke | None, say: Progress) -> Path | None:
     """The adapter in the cache folder, checked for this libllama."""
     with using_cache():
-        try:
-            path = object_path(install, Compiler.find())
-        except CompilerNotFound:
-            # Whatever compiler made it: built in one image of a container, it is used in another without compiler.
-            folder = cache_dir() / f"llama-{install.version}"
-            path = next(iter(sorted(folder.glob(f"{_source_key()}-*/{OBJECT_NAME}"))), folder / OBJECT_NAME)
-        if not path.is_file():
+        path = kept_object(install)
+        if path is None:
             return None
         stamp = _stamp(path, install, smoke)
         if stamp.is_file():
             return path
         try:
-            ggml_version = json.loads((path.parent / _ABOUT).read_text())["ggml"]
+            ggml_version = json.loads((path.parent / ABOUT).read_text())["ggml"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):  # somebody tidied up, or is building right now
             return None
     say(f"checking the llama.cpp adapter for {install.libllama}")
@@ -227,29 +236,8 @@ def _build(install: LlamaInstall, smoke: Smoke | None, scratch: Path, say: Progr
         target.parent.mkdir(parents=True, exist_ok=True)
         for old in target.parent.glob("checked-*"):
             old.unlink(missing_ok=True)
-        (target.parent / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        (target.parent / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         os.replace(fresh, target)
         _stamp(target, install, smoke).touch()
     say(f"the adapter is ready after {time.monotonic() - started:.0f} s: {target}")
     return target
-
-
-def build_command(force: bool, verbose: bool) -> int:
-    """``rcache build-llama``: builds with lines of progress, prints the path; returns the exit code (2: not built)."""
-    started = time.monotonic()
-    try:
-        install = find_install()
-        print(f"{DISTRIBUTION} {install.version} in {install.folder}")
-        if verbose:
-            print(f"library: {install.libllama}\ncompiler: {Compiler.find()}\ncache folder: {cache_dir()}")
-        path = build(install, force=force)
-        if verbose:
-            print((path.parent / _ABOUT).read_text().strip())
-        print(f"{path} ({time.monotonic() - started:.1f} s)")
-        return 0
-    except CompileFailed as e:
-        output = f"\n--- all of the compiler's output\n{e.output}" if verbose else ""
-        print(f"rcache: error: {e}{output}", file=sys.stderr)
-    except LlamaBuildError as e:
-        print(f"rcache: error: {e}", file=sys.stderr)
-    return 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -309,18 +308,6 @@ def test_a_stamp_that_cannot_be_kept_is_no_error(build_cache: Path, small_instal
     lines: list[str] = []
     assert build.build(small_install, progress=lines.append) == path
     assert "it will be, each time" in lines[-1]
-
-
-def test_command(build_cache: Path, small_install: LlamaInstall, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(build, "find_install", lambda: small_install)
-    assert build.build_command(force=False, verbose=True) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == f"llama-cpp-python {VERSION} in {small_install.folder}"
-    assert re.fullmatch(rf"{build_cache}/.*librcache_llama\.so \(\d+\.\d s\)", out[-1])
-    monkeypatch.setenv("PATH", "")
-    for force, verbose in itertools.product([True], [False, True]):
-        assert build.build_command(force, verbose) == 2
-        assert capsys.readouterr().err.startswith("rcache: error: no working C++ compiler")
 
 
 # ------------------------------------------------------------------------------------------------------- the real thing

@@ -1,8 +1,7 @@
-"""The command line, run as a user runs it: in a process of its own, with pipes, a terminal, signals."""
+"""Proves that ``rcache run`` prints the text and figures that it promises, and ends well however it is ended."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,25 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import RCACHE, ROOT, finish, rcache, run, run_code, start
-from ggml_kit import Server
-
-RUN = ("run", "--threads", "1", "-p")  # the model is so small that more threads only wait for each other
-PROMPT = "In the beginning"
-
-
-def tables(out: str) -> list[tuple[str, list[dict[str, str]]]]:
-    """(title, rows) of each cell table in `out`; a row is column -> text."""
-    found: list[tuple[str, list[dict[str, str]]]] = []
-    lines = out.splitlines()
-    for i, line in enumerate(lines):
-        if line.startswith("┏"):
-            found.append((lines[i - 1].strip(), []))
-        elif line.startswith("│"):
-            columns = ("cell", "pos", "sequences", "read from", "marks")
-            found[-1][1].append(dict(zip(columns, (s.strip() for s in line.strip("│").split("│")), strict=True)))
-    return found
-
+from children import RCACHE, finish, rcache, start
+from cli_kit import PROMPT, RUN, parts, tables
 
 # --- generating ---
 
@@ -102,12 +84,6 @@ def test_greedy_sequences_are_equal_and_a_note_says_so() -> None:
     assert "with --temp 0 all sequences are the same" in done.stderr
 
 
-def parts(out: str) -> tuple[list[str], list[str]]:
-    """Labels and texts of a run of several sequences."""
-    pieces = re.split(r"^--- (.+)\n", out, flags=re.M)
-    return pieces[1::2], [text.strip("\n") for text in pieces[2::2]]
-
-
 # --- ends that a user brings about ---
 
 
@@ -116,18 +92,19 @@ def test_ctrl_c_leaves_text_and_figures(more: tuple[str, ...]) -> None:
     # The child tells when it has begun to decode, as several sequences print only at the end, and never ends a text.
     code = """
     import sys
-    from rcache_plugin.cli import main as cli
+    from rcache_plugin.cli.main import main
+    from rcache_plugin.cli.run.session import Session
     from rcache_plugin.hosts.mamba.tokenizer import Tokenizer
-    step, begun = cli._Session._step, []
+    step, begun = Session._step, []
     def noted(session, going):
         logits = step(session, going)
         if len(begun) == 2:
             print("begun", file=sys.stderr, flush=True)
         begun.append(1)
         return logits
-    cli._Session._step = noted
+    Session._step = noted
     Tokenizer.stop_ids = property(lambda tokenizer: frozenset())
-    sys.exit(cli.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
     """
     lines = "\n".join(line[4:] for line in code.splitlines())
     command = [sys.executable, "-c", lines, *RUN, PROMPT, "-n", "1000000", "--temp", "1", *more]
@@ -157,7 +134,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
     assert (status, err) == (141, "")
 
 
-# --- errors ---
+# --- errors, progress ---
 
 
 @pytest.mark.parametrize(
@@ -174,50 +151,6 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path, content: bytes | No
     assert line.startswith("rcache: error: ")
     assert "model.gguf" in line
     assert says.lower() in line.lower()
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("run",),
-        ("run", "-p", "x", "-n", "-1"),
-        ("run", "-p", "x", "-n", "many"),
-        ("run", "-p", "x", "--seqs", "0"),
-        ("run", "-p", "x", "--temp", "-0.1"),
-        ("run", "-p", "x", "--temp", "nan"),
-        ("run", "-p", "x", "--placement", "elsewhere"),
-        ("exec",),
-        ("exec", "-m"),
-        ("fly",),
-        (),
-    ],
-)
-def test_arguments_that_cannot_be_exit_with_2(args: tuple[str, ...]) -> None:
-    done = rcache(*args, expect=2)
-    assert done.stderr.startswith("usage: rcache")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("missing", ["ggml", "tokenizers", "rich"])
-def test_a_missing_extra_is_one_line_that_says_how_to_get_it(missing: str) -> None:
-    out = run_code(
-        f"""
-        import contextlib, io, sys
-        sys.modules[{missing!r}] = None
-        from rcache_plugin.cli.main import main
-        with contextlib.redirect_stderr(io.StringIO()) as err:
-            code = main(["run", "-p", "x", "-n", "1", "--cells"])
-        print(code, err.getvalue(), end="")
-        """
-    )
-    code, _, message = out.strip().splitlines()[-1].partition(" ")
-    assert code == "2"
-    assert message.startswith("rcache: error: ")
-    assert missing in message
-    assert "rcache-plugin[mamba]" in message
-
-
-# --- the rest ---
 
 
 def test_progress_bars_show_on_a_terminal_only() -> None:
@@ -238,56 +171,3 @@ def test_progress_bars_show_on_a_terminal_only() -> None:
     assert "loading" in shown.decode()
     assert "reading the prompt" in shown.decode()
     assert "loading" not in rcache(*command[3:]).stderr
-
-
-def test_devices() -> None:
-    table = rcache("devices").stdout.splitlines()
-    assert table[0].split() == ["NAME", "KIND", "DESCRIPTION", "FREE", "TOTAL"]
-    found = json.loads(rcache("devices", "--json").stdout)
-    assert [line.split()[0] for line in table[1:]] == [device["name"] for device in found]
-    (cpu,) = [device for device in found if device["kind"] == "CPU"]
-    assert cpu["name"] == "CPU"
-    assert 0 < cpu["memory_free"] <= cpu["memory_total"]
-
-
-def test_devices_of_an_rpc_server() -> None:
-    server = Server()
-    try:
-        (added,) = json.loads(rcache("devices", "--json", "--rpc", server.endpoint).stdout)[1:]
-    finally:
-        server.end()
-    assert added["name"].startswith("RPC")
-    assert server.endpoint in added["description"]
-
-
-def test_devices_of_a_folder_without_ggml(tmp_path: Path) -> None:
-    done = rcache("devices", "--ggml", str(tmp_path), expect=2)
-    assert len(done.stderr.splitlines()) == 1
-    assert str(tmp_path) in done.stderr
-
-
-def test_exec_runs_a_program_on_this_cache(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\nimport llama_cpp\nfrom rcache_plugin.hosts.llama import installed\n"
-        "print(__name__, sys.argv, installed())\nraise KeyError('its own')\n"
-    )
-    by_path = run([*RCACHE, "exec", str(program), "--seqs", "-h"], timeout=600, expect=1)
-    by_name = run([*RCACHE, "exec", "-m", "program", "x"], timeout=600, expect=1, cwd=tmp_path)
-    assert by_path.stdout.splitlines()[-1] == f"__main__ {[str(program), '--seqs', '-h']} True"
-    assert by_name.stdout.splitlines()[-1] == f"__main__ {[str(program), 'x']} True"
-    assert "KeyError: 'its own'" in by_path.stderr
-    missing = rcache("exec", "nowhere.py", expect=2).stderr
-    assert "nowhere.py" in missing
-    assert len(missing.splitlines()) == 1
-
-
-def test_include_dir_has_the_header() -> None:
-    assert Path(rcache("include-dir").stdout.strip(), "rcache_plugin.h").samefile(
-        ROOT / "rcache_plugin" / "capi" / "include" / "rcache_plugin.h"
-    )
-
-
-def test_the_console_script_is_the_same_program() -> None:
-    script = Path(sys.executable).with_name("rcache")
-    assert run([str(script), "--version"]).stdout == rcache("--version").stdout
