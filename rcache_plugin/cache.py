@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._access import Access
-from .cells.observers import Observers
+from .cells.observers import Observers, PlanObserver
 from .cells.planner import Planner
 from .cells.slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard
 from .cells.spec import CacheSpec
 from .cells.table import CellTable
-from .cells.ubatch import CELL_NONE, SEQ_ANY, UBatch
+from .cells.ubatch import SEQ_ANY, UBatch
 from .checkpoints.api import Checkpoints
 from .checkpoints.policy import CheckpointPolicy, DefaultPolicy, cells_within
 from .checkpoints.rollback import Rollback
@@ -149,10 +149,11 @@ class RecurrentCache:
             self._rollback.check(ubatches)
             return self._planner.prepare(ubatches, self._can_move)
 
-    def find_slot(self, ubatch: UBatch, batch: int = 0) -> SlotPlan | None:
+    def find_slot(self, ubatch: UBatch, batch: int = 0, caller: PlanObserver | None = None) -> SlotPlan | None:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
 
         `batch` numbers the batch that the ubatch is a part of, if the host knows better than `prepare`; 0: it doesn't.
+        `caller` takes the plan from here; all other observers are told of it.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
         sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
@@ -167,7 +168,7 @@ class RecurrentCache:
                 return None
             self._commit(plan)  # moves rows first
             self._rollback.after_step(ubatch, batch, bool(plan.gaps))
-            self._publish(plan)
+            self._publish(plan, caller)
             return plan
 
     def _can_move(self) -> bool:
@@ -177,10 +178,8 @@ class RecurrentCache:
     def _commit(self, plan: SlotPlan) -> None:
         """Makes the rows ready that the slot reads, and commits it."""
         try:
-            if plan.moves:
-                self.with_buffers().move_rows(plan.moves)  # before the clearing, which may be of a row moved from
-            if plan.rs_z != CELL_NONE and self.buffers is not None and plan.s_copy is not plan.src:
-                self.buffers.clear_rows((plan.rs_z,))  # whatever the row held, NaN included
+            if self.buffers is not None and (plan.moves or plan.starts):
+                self.buffers.make_ready(plan.moves, (plan.rs_z,) if plan.starts else ())
             commit(self.table, plan)
         except BaseException:
             if plan.moves and self.table.epoch == plan.epoch:  # interrupted: which row holds which state is not known
@@ -188,10 +187,10 @@ class RecurrentCache:
                 self._drop_states(lambda: self.table.drop_cells(moved))
             raise
 
-    def _publish(self, plan: SlotPlan) -> None:
+    def _publish(self, plan: SlotPlan, caller: PlanObserver | None) -> None:
         self._planner.last = plan
         try:
-            self.observers.publish(plan)
+            self.observers.publish(plan, caller)
         except BaseException:  # a host that can't read the plan can't compute on the slot
             self._drop_states(lambda: discard(self.table, plan))
             raise

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -171,7 +173,9 @@ def drawing() -> str:
         source = file if file.exists() else PACKAGE / room.replace(".", "/") / "__init__.py"
         purpose = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
         below = [r for r in reversed(ROOMS) if r in ROOMS[room] and r != "errors"]
-        lines.append(f"{room:<{width}}  {purpose}")
+        first, *rest = textwrap.wrap(purpose, 100 - width)
+        lines.append(f"{room:<{width}}  {first}")
+        lines += [f"{'':<{width}}  {line}" for line in rest]
         if below:
             lines.append(f"{'':<{width}}    -> {', '.join(below)}")
     return "\n".join(lines)
@@ -183,6 +187,45 @@ BEGIN, END = "<!-- begin: drawing() of tests/test_architecture.py -->\n```\n", "
 def test_the_drawing_is_the_table() -> None:
     """Else run this file."""
     assert BEGIN + drawing() + END in PAGE.read_text()
+
+
+def test_a_step_enters_each_room_as_told() -> None:
+    """The way of one ubatch in docs/architecture.md: the calls that `RecurrentCache.find_slot` makes, in order."""
+    from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch
+
+    called: list[str] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> None:
+        name, caller = frame.f_code.co_name, frame.f_back
+        here, above = (Path(each.f_code.co_filename) for each in (frame, caller or frame))
+        if event == "call" and PACKAGE in here.parents and not name.startswith("__"):
+            if name == "find_slot" or (above == PACKAGE / "cache.py" != here) or name == "publish":
+                called.append(f"{here.stem}.{name}")
+
+    def calls(client: TableClient, ubatch: UBatch) -> list[str]:
+        called.clear()
+        sys.setprofile(trace)
+        try:
+            assert client.find_slot(ubatch) is not None
+        finally:
+            sys.setprofile(None)
+        return called[called.index("cache.find_slot") :]
+
+    begin = ["cache.find_slot", "planner.enter_batch", "rollback.before_step", "planner.plan", "slots.starts"]
+    end = ["slots.commit", "rollback.after_step", "observers.publish", "vtable.publish"]
+    with RecurrentCache(CacheSpec.make([8], [8]), 3, placement="compact", checkpoint_cells=1) as cache:
+        table = HostVTable(cache)
+        client = TableClient(table.address)
+        for pos in (0, 1):
+            assert client.find_slot(UBatch([(0,), (1,), (2,)], [pos] * 3, [5, 6, 7])) is not None
+        assert calls(client, UBatch([(0,), (1,), (2,)], [2, 2, 2], [5, 6, 7])) == begin + end
+        assert cache.seq_rm(1)
+        with_rows = ["slots.starts", "buffers.make_ready"]  # sequence 1 starts from a row that is cleared for it
+        made = calls(client, UBatch.single(1, 0, 1, [5]))
+        assert [name for name in made if name != "buffers.on_host"] == begin + with_rows + end
+        other = HostVTable(cache)
+        assert calls(client, UBatch.single(1, 1, 1, [5]))[-3:] == ["observers.publish", "vtable.publish", "vtable.publish"]
+        assert other.published[1] is cache.plan
 
 
 METADATA_MODULES = sorted(name for name in modules() if room_of(name) in METADATA and not name.endswith("__init__"))

@@ -11,7 +11,7 @@ import pytest
 from children import ROOT, run_code
 from llama_child import QUIET
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Every function that the seed's file defines, in its order, by class.
 CACHE = """
@@ -78,6 +78,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     local = [link.partition("#")[0] for link in links if "://" not in link and not link.startswith("#")]
     assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_files_that_a_contributor_is_sent_to_exist() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)[2:]
+    assert len(rows) >= 12
+    for change, files in rows:
+        room = ""
+        for name in re.findall(r"`([\w./*-]+\.(?:py|h|c))`", files):
+            folders = [ROOT, ROOT / "rcache_plugin", ROOT / "rcache_plugin" / "hosts" / "llama", ROOT / "rcache_plugin" / room]
+            assert any(list(folder.glob(name)) for folder in folders) or name == "cli/NAME.py", f"{change}: {name}"
+            room = name.rpartition("/")[0] or room
 
 
 def seed_rows() -> list[tuple[str, str]]:

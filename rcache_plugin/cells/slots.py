@@ -76,6 +76,11 @@ class SlotPlan(NamedTuple):
     that. Empty unless the planner was allowed moves."""
 
     @property
+    def starts(self) -> bool:
+        """Whether a sequence starts from row `rs_z`, which has to be cleared for it."""
+        return self.rs_z != CELL_NONE and self.s_copy is not self.src
+
+    @property
     def s_mask(self) -> Float32Array:
         """float32 [n]: 1.0 keeps the row that was read, 0.0 starts from zero."""
         mask = (self.src >= 0).astype(np.float32)

@@ -175,6 +175,14 @@ class StateBuffers:
             raise InvalidArgument("only rows in host memory can be moved; copy these with copy_row")
         storage.move(flat)
 
+    def make_ready(self, moves: Sequence[tuple[int, int, bool]], cleared: Sequence[int]) -> None:
+        """What a step needs before its graph runs: `moves` as `move_rows`, then `clear_rows`, which may be of a row
+        that was moved from. Raises as these two."""
+        if moves:
+            self.move_rows(moves)
+        if cleared:
+            self.clear_rows(cleared)  # whatever the row held, NaN included
+
     def copy_rows_from(self, other: StateBuffers, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies states from cells of `other` to cells of this one: `pairs` of (source cell, destination cell), in
         their order. A layer may lie on different devices in the two, or in two copies of ggml.

@@ -46,6 +46,10 @@ class ToyBuffers:
         for cell_id in cell_ids:
             self.rows[cell_id] = ZERO
 
+    def make_ready(self, moves: Sequence[tuple[int, int, bool]], cleared: Sequence[int]) -> None:
+        self.move_rows(moves)
+        self.clear_rows(cleared)
+
     def clear(self) -> None:
         self.clear_rows(range(len(self.rows)))
 
