@@ -224,7 +224,8 @@ def test_a_step_enters_each_room_as_told() -> None:
         made = calls(client, UBatch.single(1, 0, 1, [5]))
         assert [name for name in made if name != "buffers.on_host"] == begin + with_rows + end
         other = HostVTable(cache)
-        assert calls(client, UBatch.single(1, 1, 1, [5]))[-3:] == ["observers.publish", "vtable.publish", "vtable.publish"]
+        told = calls(client, UBatch.single(1, 1, 1, [5]))
+        assert told[-3:] == ["observers.publish", "vtable.publish", "vtable.publish"]
         assert other.published[1] is cache.plan
 
 

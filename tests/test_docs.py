@@ -86,7 +86,8 @@ def test_the_files_that_a_contributor_is_sent_to_exist() -> None:
     for change, files in rows:
         room = ""
         for name in re.findall(r"`([\w./*-]+\.(?:py|h|c))`", files):
-            folders = [ROOT, ROOT / "rcache_plugin", ROOT / "rcache_plugin" / "hosts" / "llama", ROOT / "rcache_plugin" / room]
+            package = ROOT / "rcache_plugin"
+            folders = [ROOT, package, package / "hosts" / "llama", package / room]
             assert any(list(folder.glob(name)) for folder in folders) or name == "cli/NAME.py", f"{change}: {name}"
             room = name.rpartition("/")[0] or room
 
