@@ -13,7 +13,7 @@ from .cells.planner import Planner
 from .cells.slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard
 from .cells.spec import CacheSpec
 from .cells.table import CellTable
-from .cells.ubatch import SEQ_ANY, UBatch
+from .cells.ubatch import CELL_NONE, SEQ_ANY, UBatch
 from .checkpoints.api import Checkpoints
 from .checkpoints.policy import CheckpointPolicy, DefaultPolicy, cells_within
 from .checkpoints.rollback import Rollback
@@ -144,8 +144,10 @@ class RecurrentCache:
 
         Raises `SeqIdError` for an id that cannot be, `StateError` for a sequence that has lost its state.
         """
-        with self._access:
-            self._planner.forget_prepared()
+        access = self._access
+        with access.lock:
+            if access.closed:
+                access.check()
             self._rollback.check(ubatches)
             return self._planner.prepare(ubatches, self._can_move)
 
@@ -160,7 +162,10 @@ class RecurrentCache:
         in the step may be moved here, see `SlotPlan.moves`; they belong to the cache, so no graph may be at work on
         them. Raises as `prepare`.
         """
-        with self._access:
+        access = self._access
+        with access.lock:
+            if access.closed:
+                access.check()
             batch = self._planner.enter_batch(batch)
             self._rollback.before_step(ubatch, batch)  # check, and checkpoints that are due
             plan = self._planner.plan(ubatch, self._can_move)  # evicts checkpoints if it needs room
@@ -178,7 +183,7 @@ class RecurrentCache:
     def _commit(self, plan: SlotPlan) -> None:
         """Makes the rows ready that the slot reads, and commits it."""
         try:
-            if self.buffers is not None and (plan.moves or plan.starts):
+            if self.buffers is not None and (plan.moves or (plan.rs_z != CELL_NONE and plan.starts)):
                 self.buffers.make_ready(plan.moves, (plan.rs_z,) if plan.starts else ())
             commit(self.table, plan)
         except BaseException:

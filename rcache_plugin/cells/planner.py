@@ -50,13 +50,18 @@ class Planner:
 
         It is not planned again if it was prepared on this very state of the table, or if it continues the last slot.
         """
-        plan = self._take_prepared(ubatch)
-        if plan is None and self.last is not None:
-            plan = plan_next(self._table, self.last, ubatch)
-        if plan is None:
-            plans = self._find((ubatch,), can_move)
-            plan = None if plans is None else plans[0]
-        return plan
+        if self._prepared:
+            planned, plan = self._prepared.popleft()
+            if not (planned is ubatch or planned.same_as(ubatch)):
+                self._prepared.clear()
+            elif plan.epoch == self._table.epoch:
+                return plan if planned is ubatch else plan._replace(ubatch=ubatch)  # the tokens may differ
+        if self.last is not None:
+            following = plan_next(self._table, self.last, ubatch)
+            if following is not None:
+                return following
+        plans = self._find((ubatch,), can_move)
+        return None if plans is None else plans[0]
 
     def forget_prepared(self) -> None:
         """What was prepared is void."""
@@ -68,13 +73,3 @@ class Planner:
             plans = plan_slots(self._table, ubatches, self._placement, moves)
             if plans is not None or not self._evict():
                 return plans
-
-    def _take_prepared(self, ubatch: UBatch) -> SlotPlan | None:
-        if self._prepared:
-            planned, plan = self._prepared.popleft()
-            if planned is ubatch or planned.same_as(ubatch):
-                if plan.epoch == self._table.epoch:
-                    return plan if planned is ubatch else plan._replace(ubatch=ubatch)  # the tokens may differ
-            else:
-                self._prepared.clear()
-        return None

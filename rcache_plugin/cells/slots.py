@@ -77,8 +77,8 @@ class SlotPlan(NamedTuple):
 
     @property
     def starts(self) -> bool:
-        """Whether a sequence starts from row `rs_z`, which has to be cleared for it."""
-        return self.rs_z != CELL_NONE and self.s_copy is not self.src
+        """Whether a sequence starts from row `rs_z`, which has to be cleared for it; false without such a row."""
+        return self.s_copy is not self.src
 
     @property
     def s_mask(self) -> Float32Array:
