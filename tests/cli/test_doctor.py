@@ -433,3 +433,13 @@ def test_a_part_that_cannot_be_looked_at_does_not_hide_the_others(monkeypatch) -
     assert ("processor", "looking at it failed: OSError: no such luck") in [(n, p.what) for n, p in report.problems()]
     assert report.parts["cache"].facts["folder"]
     assert report.ready
+
+
+def test_a_run_that_cannot_be_tried_is_not_ready(monkeypatch) -> None:
+    def fails(parts: object) -> Part:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(main_job, "run_part", fails)
+    report = doctor.examine()
+    assert [part.state for part in report.parts.values()].count("unknown") == 1
+    assert not report.ready
