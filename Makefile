@@ -7,7 +7,7 @@ DEMO_PROMPT ?= In the beginning
 EXAMPLES    ?= 50000
 ORACLE_EXAMPLES ?= 20000
 STATE_EXAMPLES ?= 200000
-TALKS       ?= 5000
+CONVERSATIONS       ?= 5000
 VERSION     ?= 0.3.34
 
 VENV   := .venv
@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-talks test-archs test-compat asan bench lint native clean
+.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-conversations test-archs test-compat asan bench lint native clean
 .PHONY: distclean
 
 help:
@@ -34,7 +34,7 @@ help:
 	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples, and checkpoints, a tenth'
 	@echo 'make test-fuzz-state  damaged states, $(STATE_EXAMPLES) in Python and as many through C (STATE_EXAMPLES=...)'
 	@echo 'make test-oracle  the cell table against the class of llama.cpp, $(ORACLE_EXAMPLES) sequences of operations'
-	@echo 'make test-talks   $(TALKS) random conversations in llama-cpp-python, each text as a fresh run gives it (TALKS=...)'
+	@echo 'make test-conversations   $(CONVERSATIONS) random conversations in llama-cpp-python, each text as a fresh run gives it (CONVERSATIONS=...)'
 	@echo 'make test-archs   parity with stock on every recurrent architecture'
 	@echo 'make test-compat  the host tests with another llama-cpp-python (VERSION=0.3.34)'
 	@echo 'make asan       the C test program under AddressSanitizer'
@@ -64,9 +64,9 @@ test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'running $(ORACLE_EXAMPLES) sequences of operations on the cell table and on the class of llama.cpp: about half an hour'
 	@RCACHE_ORACLE_EXAMPLES=$(ORACLE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_oracle.py
 
-test-talks: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
-	$(SAY) 'holding $(TALKS) random conversations in llama-cpp-python: about 15 minutes'
-	@RCACHE_TALKS=$(TALKS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_talks.py $(PYTEST_ARGS)
+test-conversations: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
+	$(SAY) 'holding $(CONVERSATIONS) random conversations in llama-cpp-python: about 15 minutes'
+	@RCACHE_CONVERSATIONS=$(CONVERSATIONS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_conversations.py $(PYTEST_ARGS)
 
 test-archs: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	$(SAY) 'comparing with stock on a tiny model of every recurrent architecture: builds their generator first, about 10 minutes'

@@ -29,7 +29,7 @@ struct ubatches {
 struct rcache_handle {
     struct rcache_vtable table;
     uint64_t key;
-    atomic_int holders;   /* Python and the host; the last one to let go frees */
+    atomic_int holders;   /* Python and the host; the last holder frees */
     atomic_int open;
     int32_t s_copy_in_python;
     int32_t s_mask_in_python;
@@ -107,63 +107,63 @@ static int readable(const struct rcache_ubatch * u) {
     return 1;
 }
 
-static int keep_ints(struct ubatches * kept, const int32_t * values, size_t n) {
-    if (kept->used + n > kept->room) {
-        const size_t room = 2 * (kept->used + n);
-        int32_t * data = realloc(kept->data, room * sizeof(int32_t));
+static int save_ints(struct ubatches * saved, const int32_t * values, size_t n) {
+    if (saved->used + n > saved->room) {
+        const size_t room = 2 * (saved->used + n);
+        int32_t * data = realloc(saved->data, room * sizeof(int32_t));
         if (!data) {
             return 0;
         }
-        kept->data = data;
-        kept->room = room;
+        saved->data = data;
+        saved->room = room;
     }
-    memcpy(kept->data + kept->used, values, n * sizeof(int32_t));
-    kept->used += n;
+    memcpy(saved->data + saved->used, values, n * sizeof(int32_t));
+    saved->used += n;
     return 1;
 }
 
-static int keep_ubatch(struct ubatches * kept, const struct rcache_ubatch * u) {
+static int save_ubatch(struct ubatches * saved, const struct rcache_ubatch * u) {
     const size_t n_tokens = (size_t) u->n_seqs * u->n_seq_tokens;
     const int32_t sizes[3] = { (int32_t) u->n_seqs, (int32_t) u->n_seq_tokens, u->token != NULL };
-    int kept_all = keep_ints(kept, sizes, 3) && keep_ints(kept, u->n_seq_id, u->n_seqs);
-    for (uint32_t s = 0; s < u->n_seqs && kept_all; s++) {
-        kept_all = keep_ints(kept, u->seq_id[s], (size_t) u->n_seq_id[s]);
+    int saved_all = save_ints(saved, sizes, 3) && save_ints(saved, u->n_seq_id, u->n_seqs);
+    for (uint32_t s = 0; s < u->n_seqs && saved_all; s++) {
+        saved_all = save_ints(saved, u->seq_id[s], (size_t) u->n_seq_id[s]);
     }
-    return kept_all && keep_ints(kept, u->pos, n_tokens) && (!u->token || keep_ints(kept, u->token, n_tokens));
+    return saved_all && save_ints(saved, u->pos, n_tokens) && (!u->token || save_ints(saved, u->token, n_tokens));
 }
 
-static int same_ints(const int32_t ** kept, const int32_t * values, size_t n) {
-    const int same = memcmp(*kept, values, n * sizeof(int32_t)) == 0;
-    *kept += n;
+static int same_ints(const int32_t ** saved, const int32_t * values, size_t n) {
+    const int same = memcmp(*saved, values, n * sizeof(int32_t)) == 0;
+    *saved += n;
     return same;
 }
 
-/* Whether the sets are those kept at *kept, which then points behind them. */
-static int same_sets(const int32_t ** kept, const struct rcache_ubatch * u) {
-    if ((uint32_t) (*kept)[0] != u->n_seqs) {
+/* Whether the sets are those saved at *saved, which then points behind them. */
+static int same_sets(const int32_t ** saved, const struct rcache_ubatch * u) {
+    if ((uint32_t) (*saved)[0] != u->n_seqs) {
         return 0;
     }
-    *kept += 3;
-    int same = same_ints(kept, u->n_seq_id, u->n_seqs);
+    *saved += 3;
+    int same = same_ints(saved, u->n_seq_id, u->n_seqs);
     for (uint32_t s = 0; s < u->n_seqs && same; s++) {
-        same = same_ints(kept, u->seq_id[s], (size_t) u->n_seq_id[s]);
+        same = same_ints(saved, u->seq_id[s], (size_t) u->n_seq_id[s]);
     }
     return same;
 }
 
-/* Whether all is as kept at *kept, which then points behind it. */
-static int same_ubatch(const int32_t ** kept, const struct rcache_ubatch * u) {
+/* Whether all is as saved at *saved, which then points behind it. */
+static int same_ubatch(const int32_t ** saved, const struct rcache_ubatch * u) {
     const size_t n_tokens = (size_t) u->n_seqs * u->n_seq_tokens;
-    const int32_t * const sizes = *kept;
-    return (uint32_t) sizes[1] == u->n_seq_tokens && sizes[2] == (u->token != NULL) && same_sets(kept, u) &&
-           same_ints(kept, u->pos, n_tokens) && (!u->token || same_ints(kept, u->token, n_tokens));
+    const int32_t * const sizes = *saved;
+    return (uint32_t) sizes[1] == u->n_seq_tokens && sizes[2] == (u->token != NULL) && same_sets(saved, u) &&
+           same_ints(saved, u->pos, n_tokens) && (!u->token || same_ints(saved, u->token, n_tokens));
 }
 
-/* Whether the ubatch goes on with the sets of the last slot and the cache is as that slot has left it. Each set then has
+/* Whether the ubatch continues the sets of the last slot and the cache is as that slot has left it. Each set then has
  * a cell to itself, side by side and in order, so the ubatch fits. */
-static int goes_on(const struct rcache_handle * handle, const struct rcache_ubatch * u) {
-    const int32_t * kept = handle->slot.data;
-    if (handle->slot_at == 0 || handle->slot_at != atomic_load(&handle->changes) || !same_sets(&kept, u)) {
+static int continues(const struct rcache_handle * handle, const struct rcache_ubatch * u) {
+    const int32_t * saved = handle->slot.data;
+    if (handle->slot_at == 0 || handle->slot_at != atomic_load(&handle->changes) || !same_sets(&saved, u)) {
         return 0;
     }
     int32_t lowest = 0;
@@ -182,7 +182,7 @@ static int32_t op_prepare(void * user, const struct rcache_ubatch * ubatches, ui
     const int locked = pthread_mutex_trylock(&handle->step_lock) == 0;
     int fits = locked && ubatches && n_ubatches > 0;
     for (uint32_t i = 0; i < n_ubatches && fits; i++) {
-        fits = readable(ubatches + i) && goes_on(handle, ubatches + i);
+        fits = readable(ubatches + i) && continues(handle, ubatches + i);
     }
     int32_t status = RCACHE_STATUS_OK;
     if (locked) {
@@ -193,12 +193,12 @@ static int32_t op_prepare(void * user, const struct rcache_ubatch * ubatches, ui
         const uint64_t number = atomic_fetch_add(&next_number, n_ubatches);
         status = rcache_py_prepare(handle->key, ubatches, n_ubatches, number);
         if (locked && status == RCACHE_STATUS_OK) {
-            int kept = 1;
-            for (uint32_t i = 0; i < n_ubatches && kept; i++) {
-                kept = readable(ubatches + i) && keep_ubatch(&handle->prepared, ubatches + i);
+            int saved = 1;
+            for (uint32_t i = 0; i < n_ubatches && saved; i++) {
+                saved = readable(ubatches + i) && save_ubatch(&handle->prepared, ubatches + i);
             }
             handle->prepared_number = number;
-            handle->prepared_end = kept ? number + n_ubatches : number;
+            handle->prepared_end = saved ? number + n_ubatches : number;
         }
     }
     if (locked) {
@@ -234,30 +234,30 @@ static int32_t op_find_slot(void * user, const struct rcache_ubatch * ubatch, st
     }
     const unsigned long long before = atomic_load(&handle->changes);
     const int locked = pthread_mutex_trylock(&handle->step_lock) == 0;
-    uint64_t prepared = 0, goes_on_at = 0;
+    uint64_t prepared = 0, continues_at = 0;
     if (locked && readable(ubatch)) {
         if (handle->prepared_number < handle->prepared_end) {
-            const int32_t * kept = handle->prepared.data + handle->prepared_read;
-            if (same_ubatch(&kept, ubatch)) {
+            const int32_t * saved = handle->prepared.data + handle->prepared_read;
+            if (same_ubatch(&saved, ubatch)) {
                 prepared = handle->prepared_number++;
-                handle->prepared_read = (size_t) (kept - handle->prepared.data);
+                handle->prepared_read = (size_t) (saved - handle->prepared.data);
             } else {
                 handle->prepared_end = 0;
             }
-        } else if (goes_on(handle, ubatch)) {
-            goes_on_at = handle->slot_at;
+        } else if (continues(handle, ubatch)) {
+            continues_at = handle->slot_at;
         }
     }
     const int32_t status = rcache_py_find_slot(
-        handle->key, ubatch, slot, prepared, goes_on_at, atomic_load(&handle->n_batches));
+        handle->key, ubatch, slot, prepared, continues_at, atomic_load(&handle->n_batches));
     if (status == RCACHE_STATUS_OK) {
         follow_positions(handle, ubatch, before);
     }
     if (locked) {
-        if (!goes_on_at || status != RCACHE_STATUS_OK) {
+        if (!continues_at || status != RCACHE_STATUS_OK) {
             handle->slot_at = 0;
             handle->slot.used = 0;
-            if (status == RCACHE_STATUS_OK && readable(ubatch) && keep_ubatch(&handle->slot, ubatch)) {
+            if (status == RCACHE_STATUS_OK && readable(ubatch) && save_ubatch(&handle->slot, ubatch)) {
                 handle->slot_at = before + 1;
             }
         } else {
@@ -408,9 +408,9 @@ static float op_s_mask(void * user, int32_t i) {
 static int32_t copy_text(const char * text, char * buf, uint32_t n_buf) {
     const size_t length = strlen(text);
     if (buf && n_buf > 0) {
-        const size_t kept = length < n_buf ? length : n_buf - 1;
-        memcpy(buf, text, kept);
-        buf[kept] = 0;
+        const size_t saved = length < n_buf ? length : n_buf - 1;
+        memcpy(buf, text, saved);
+        buf[saved] = 0;
     }
     return (int32_t) length;
 }
@@ -569,7 +569,7 @@ static int32_t factory_create(void * user, const struct rcache_spec * spec, cons
     *table = NULL;
     if (spec->abi_version != RCACHE_ABI_VERSION || spec->struct_size < sizeof(*spec)) {
         snprintf(factory_error, sizeof(factory_error),
-                 "the host speaks version %u of the interface with a spec of %u bytes, this is version %u with %zu bytes",
+                 "the host has version %u of the interface with a spec of %u bytes, this is version %u with %zu bytes",
                  spec->abi_version, spec->struct_size, RCACHE_ABI_VERSION, sizeof(*spec));
         return RCACHE_STATUS_ABI;
     }

@@ -4,10 +4,10 @@
 int32_t rcache_py_create(uint64_t key, const struct rcache_spec * spec, const struct rcache_vtable ** table);
 /* The ubatches are known by the numbers `number`, `number` + 1, ... */
 int32_t rcache_py_prepare(uint64_t key, const struct rcache_ubatch * ubatches, uint32_t n_ubatches, uint64_t number);
-/* prepared != 0: the ubatch is the one prepared under that number, to the last token. goes_on_at != 0: its sets are those
+/* prepared != 0: the ubatch is the one prepared under that number, to the last token. continues_at != 0: its sets are those
  * of the last slot, published as that change, after which there was none. n_batches: calls of prepare so far. */
 int32_t rcache_py_find_slot(uint64_t key, const struct rcache_ubatch * ubatch, struct rcache_slot * slot,
-                            uint64_t prepared, uint64_t goes_on_at, uint64_t n_batches);
+                            uint64_t prepared, uint64_t continues_at, uint64_t n_batches);
 int32_t rcache_py_s_copy(uint64_t key, int32_t i);
 float   rcache_py_s_mask(uint64_t key, int32_t i);
 int32_t rcache_py_discard_slot(uint64_t key);

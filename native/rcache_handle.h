@@ -22,7 +22,7 @@ void rcache_handle_touch(struct rcache_handle * handle);
 /* How many changes there have been; each publish and each touch is one. */
 unsigned long long rcache_handle_changes(const struct rcache_handle * handle);
 
-/* Keeps the text of an error for last_error. */
+/* Copies the text of an error for last_error. */
 void rcache_handle_set_error(struct rcache_handle * handle, const char * text);
 void rcache_factory_set_error(const char * text);
 

@@ -44,7 +44,7 @@ class RecurrentCache:
     that keep an attention half beside this cache. `max_replay`: the most tokens that `seq_rm` has replayed; None is no
     limit.
 
-    Calls may come from several threads, one at a time goes on. Raises `InvalidArgument`, `GgmlNotFound`,
+    Calls may come from several threads, one at a time runs. Raises `InvalidArgument`, `GgmlNotFound`,
     `AllocationError`. After `close` every call raises `ClosedError`.
     """
 
@@ -219,7 +219,7 @@ class RecurrentCache:
     def discard_slot(self) -> None:
         """The computation on the last slot failed: the sequences whose rows may be half written lose their states.
 
-        A sequence that has lost its state is empty, but can't go on at a position above 0 before it was removed, or
+        A sequence that has lost its state is empty, but can't continue at a position above 0 before it was removed, or
         rolled back to tokens of before the failed step (`seq_rm`, which restores and replays what the cache knows).
         Raises `StalePlan` when the table has changed since, and `InvalidArgument` when there is no slot.
         """

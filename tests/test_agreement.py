@@ -1,4 +1,4 @@
-"""The comparison of two builds of ggml: what it allows by the weights' type, and that it fails for all else."""
+"""Proves what the comparison of two builds of ggml allows by the weights' type, and that it fails for all else."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ EXPORTS = """
 """.split()
 
 
-def test_every_exported_name_is_there_and_the_list_is_pinned() -> None:
+def test_every_exported_name_exists_and_the_list_is_pinned() -> None:
     assert sorted(rcache_plugin.__all__) == EXPORTS
     for name in rcache_plugin.__all__:
         assert getattr(rcache_plugin, name) is not None

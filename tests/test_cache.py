@@ -1,4 +1,4 @@
-"""The facade: table, planner and buffers together, on real ggml buffers."""
+"""Proves that table, planner and buffers work together as `RecurrentCache`, on real ggml buffers."""
 
 from __future__ import annotations
 
@@ -362,15 +362,15 @@ def test_every_cut_of_a_state_is_refused_and_nothing_changes() -> None:
 
 
 def with_checkpoint(cache: RecurrentCache) -> int:
-    """Sequence 0 goes on from a kept state; returns the cell that keeps it. The rows of each cell hold its number."""
+    """Sequence 0 continues from a checkpoint; returns the cell of that. The rows of each cell hold its number."""
     cache.find_slot(UBatch.single(0, 0, 3, [5, 6, 7]))
-    kept = cache.checkpoints.make(0)
+    made = cache.checkpoints.make(0)
     cache.find_slot(UBatch.single(0, 3, 1, [8]))
     cache.find_slot(UBatch.single(1, 0, 2, [1, 2]))
     for cell in range(cache.table.size):
         write_row(cache, cell, cell + 1.0)
-    assert kept is not None
-    return cache.table.pin_cell(kept.pin)
+    assert made is not None
+    return cache.table.pin_cell(made.pin)
 
 
 def test_a_state_is_written_without_checkpoints_and_restored_around_them() -> None:
@@ -423,8 +423,8 @@ def test_clearing_with_data_zeroes_the_rows_of_checkpoints_too() -> None:
 def test_resizing_moves_the_rows_of_checkpoints() -> None:
     with RecurrentCache(SPEC, 3, checkpoint_cells=2) as cache:
         cell = with_checkpoint(cache)
-        (kept,) = cache.checkpoints.all()
+        (checkpoint,) = cache.checkpoints.all()
         for n_cells in (6, 2):
             cache.resize(n_cells)
-            assert cache.table.size == n_cells + 2 and kept.valid
-            assert read_row(cache, cache.table.pin_cell(kept.pin)) == {cell + 1.0}
+            assert cache.table.size == n_cells + 2 and checkpoint.valid
+            assert read_row(cache, cache.table.pin_cell(checkpoint.pin)) == {cell + 1.0}

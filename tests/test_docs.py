@@ -1,4 +1,4 @@
-"""What the documentation says is there: links, names, and the README's example, which is run."""
+"""Proves that links and names in the documentation exist, that its examples run, and that its figures are current."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_examples_of_checkpoints_run(code: str) -> None:
     run_code(code, env=QUIET)
 
 
-def test_the_page_on_checkpoints_names_what_there_is() -> None:
+def test_the_page_on_checkpoints_names_existing_calls_and_options() -> None:
     from rcache_plugin.checkpoints.api import Checkpoints
     from rcache_plugin.hosts.llama import Options
 

@@ -1,4 +1,4 @@
-"""Statuses mirror the C header; every status has its exception and every exception its status."""
+"""Proves that statuses mirror the C header, and that each status has its exception and each exception its status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them: what they print, and that it is the text of a run that reuses nothing."""
+"""Proves what the examples print, run as a user runs them, and that it is the text of a run that reuses nothing."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_chat_uses_a_models_own_template(name: str, tmp_path: Path) -> None:
     assert first[1:] == (0, 0, first[0]) and second[1] >= first[0] - len("<assistant>")
     assert edited[2] + edited[3] < len(q[2]) + 64 and again[1] + again[2] == again[0] - 1
 
-    asked = [(0, q[0]), (2, q[1]), (2, q[2]), (2, q[2])]  # messages kept, and the next
+    asked = [(0, q[0]), (2, q[1]), (2, q[2]), (2, q[2])]  # messages left in the prompt, and the next
     code = f"    MODEL, ASKED = {str(model)!r}, {json.dumps(asked)!r}\n" + CHATS
     fresh = json.loads(children.run_code(code, env=llama_child.QUIET, stock=True))
     assert answers == [re.sub("\r\n?", "\n", each) for each in fresh]  # as reading text from a pipe does

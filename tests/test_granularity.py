@@ -1,6 +1,7 @@
-"""Every model that tests, examples and benchmarks write has the sizes of real ones, whatever this processor would take.
+"""Proves that every model that tests, examples and benchmarks write has the sizes of real ones.
 
-An odd size is refused where the model is written, so a test that needs one fails on every machine.
+That holds whatever this processor would take. An odd size is refused where the model is written, so a test that needs
+one fails on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where stock llama.cpp dies of itself, tests that need it are counted apart, and a death of ours still fails.
+"""Proves that tests are counted apart where stock llama.cpp dies of itself, and that a death of ours still fails.
 
 pytest runs in a child on tests with fake children that kill themselves, as a kernel that writes past its memory does.
 """
@@ -124,7 +124,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, folder: Path, **ends: bool) -> list[li
     return llama_child.run(llama_child.MODES, folder / "model", [], folder / "run")
 
 
-def test_ours_goes_on_where_stock_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ours_continues_where_stock_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(StockDied, match="stock itself died of SIGSEGV") as caught:
         pair(monkeypatch, tmp_path, stock=False, rcache=True)
     assert [trace.name for trace in caught.value.survivors["rcache"]] == ["a script"]

@@ -1,4 +1,4 @@
-"""The distributions: the wheel works away from the checkout, the sdist has all that it takes to build one."""
+"""Proves that the wheel works away from the checkout, and that the sdist has all that it takes to build one."""
 
 from __future__ import annotations
 

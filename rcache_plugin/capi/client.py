@@ -10,7 +10,7 @@ import numpy as np
 
 from .._rcache import ffi, lib
 from ..cells.ubatch import Float32Array, Int32Array, UBatch
-from ..errors import AbiMismatch, ClosedError, InvalidArgument, Status, check
+from ..errors import AbiMismatch, ClosedError, InvalidArgument, Status, check, counted
 from .vtable import AwaitErrors, table_of
 
 _AWAIT = AwaitErrors()
@@ -53,7 +53,7 @@ class TableClient:
         table = ffi.cast("const struct rcache_vtable *", address)
         if table.abi_version != lib.RCACHE_ABI_VERSION or table.struct_size < ffi.sizeof("struct rcache_vtable"):
             raise AbiMismatch(
-                f"the table speaks version {table.abi_version} of the interface in {table.struct_size} bytes, "
+                f"the table has version {table.abi_version} of the interface in {counted(table.struct_size, 'byte')}, "
                 f"this is version {lib.RCACHE_ABI_VERSION} with {ffi.sizeof('struct rcache_vtable')} bytes"
             )
         self.address = address

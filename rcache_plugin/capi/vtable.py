@@ -24,7 +24,7 @@ from ..cache import RecurrentCache
 from ..cells.slots import CLASSIC, COMPACT, SlotPlan
 from ..cells.spec import CacheSpec, Which
 from ..cells.ubatch import POS_NONE, SEQ_ANY, Int32Array, UBatch
-from ..errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, status_of
+from ..errors import AllocationError, InvalidArgument, RcacheError, StateError, Status, counted, status_of
 from ..states.image import columns_of
 from ..states.streams import Bytes
 
@@ -40,7 +40,7 @@ _BYTES = {name: ffi.sizeof(f"struct {name}") for name in ("rcache_ubatch", "rcac
 _keys = itertools.count(1)
 _tables: dict[int, weakref.ref[HostVTable]] = {}  # looked up in each call; `_let_go` takes out what is collected
 _creators: dict[int, Callable[[CacheRequest], RecurrentCache]] = {}
-_owned_by_host: dict[int, HostVTable] = {}  # made by the factory: kept until the host destroys them
+_owned_by_host: dict[int, HostVTable] = {}  # made by the factory: held until the host destroys them
 _waiting = threading.local()
 
 
@@ -78,7 +78,7 @@ class HostVTable:
         # what C refers to by number; written and read whole, since calls may come from several threads
         self.prepared: tuple[int, list[UBatch]] = (0, [])
         self.published: tuple[int, SlotPlan | None] = (0, None)
-        # the C entries reach these through `key` and this object, so nothing else has to be kept alive for C
+        # the C entries reach these through `key` and this object, so nothing else has to stay alive for C
         self._s_copy, self._s_mask = s_copy, s_mask
         self._handle = lib.rcache_handle_new(self.key)
         if self._handle == ffi.NULL:
@@ -146,7 +146,7 @@ class HostVTable:
         self.published = lib.rcache_handle_changes(self._handle), plan
 
     def changed(self) -> None:
-        """Voids the positions that C has kept."""
+        """Voids the positions that C has cached."""
         if not self.closed:
             lib.rcache_handle_touch(self._handle)
 
@@ -236,7 +236,7 @@ def _ubatch(c: Any) -> UBatch:
         )
     n_seqs, n_tokens = c.n_seqs, c.n_seqs * c.n_seq_tokens
     if not 0 < n_tokens <= _MAX_TOKENS:
-        raise InvalidArgument(f"a ubatch of {n_seqs} sequences with {c.n_seq_tokens} tokens each")
+        raise InvalidArgument(f"a ubatch of {counted(n_seqs, 'sequence')} with {counted(c.n_seq_tokens, 'token')} each")
     if ffi.NULL in (c.n_seq_id, c.seq_id, c.pos):
         raise InvalidArgument("n_seq_id, seq_id or pos of the ubatch is NULL")
     pos = np.frombuffer(ffi.buffer(c.pos, 4 * n_tokens), dtype=np.int32)
@@ -266,16 +266,16 @@ def _prepare(table: HostVTable, c: Any, n_ubatches: int, number: int) -> int:
     return _OK if table.cache.prepare(ubatches) else _NO_SLOT
 
 
-def _find_slot(table: HostVTable, c: Any, slot: Any, prepared: int, goes_on_at: int, n_batches: int) -> int:
+def _find_slot(table: HostVTable, c: Any, slot: Any, prepared: int, continues_at: int, n_batches: int) -> int:
     _out(slot, "rcache_slot")
     ubatch = None
     if prepared:
         first, ubatches = table.prepared
         if 0 <= prepared - first < len(ubatches):
             ubatch = ubatches[prepared - first]
-    elif goes_on_at:
+    elif continues_at:
         published_at, last = table.published
-        if published_at == goes_on_at and last is not None:
+        if published_at == continues_at and last is not None:
             ubatch = _next_ubatch(last.ubatch, c)
     plan = table.cache.find_slot(_ubatch(c) if ubatch is None else ubatch, n_batches, table)
     if plan is None:
@@ -373,13 +373,13 @@ class _CStream:
         data = np.empty(n_bytes, dtype=np.uint8).data  # is written over, so it need not be zeroed before
         status = self._io.read(self._io.user, ffi.from_buffer(data), n_bytes)
         if status != Status.OK:
-            self._check(status, f"read of {n_bytes} bytes")
+            self._check(status, f"read of {counted(n_bytes, 'byte')}")
         return data
 
     def write(self, data: Bytes) -> None:
         status = self._io.write(self._io.user, ffi.from_buffer(data), len(data))
         if status != Status.OK:
-            self._check(status, f"write of {len(data)} bytes")
+            self._check(status, f"write of {counted(len(data), 'byte')}")
 
     def write_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         buffers = self._cache.buffers
@@ -388,14 +388,14 @@ class _CStream:
             return
         status = self._io.write_tensor(*self._rows(which, il, first, n_rows))
         if status != Status.OK:
-            self._check(status, f"write of {n_rows} rows of layer {il}, {which}")
+            self._check(status, f"write of {counted(n_rows, 'row')} of layer {il}, {which}")
 
     def read_rows(self, which: Which, il: int, first: int, n_rows: int) -> None:
         if self._io.read_tensor == ffi.NULL:
             raise InvalidArgument("rcache_io has no read_tensor")
         status = self._io.read_tensor(*self._rows(which, il, first, n_rows))
         if status != Status.OK:
-            self._check(status, f"read of {n_rows} rows of layer {il}, {which}")
+            self._check(status, f"read of {counted(n_rows, 'row')} of layer {il}, {which}")
 
     def _rows(self, which: Which, il: int, first: int, n_rows: int) -> tuple[Any, ...]:
         row_bytes = self._row_bytes[which, il]
@@ -493,7 +493,8 @@ def _create_entry(key: int, spec: Any, out: Any) -> int:
 def _request(c: Any) -> CacheRequest:
     n_layer = c.n_layer
     if not 0 < n_layer <= _MAX_TOKENS or ffi.NULL in (c.n_embd_r, c.n_embd_s):
-        raise InvalidArgument(f"a spec of {n_layer} layers, n_embd_r at {c.n_embd_r}, n_embd_s at {c.n_embd_s}")
+        at = f"n_embd_r at {c.n_embd_r}, n_embd_s at {c.n_embd_s}"
+        raise InvalidArgument(f"a spec of {counted(n_layer, 'layer')}, {at}")
     if c.placement not in _PLACEMENT:
         raise InvalidArgument(f"placement {c.placement} is not one of enum rcache_placement")
     n_embd_p = [] if c.n_embd_p == ffi.NULL else ffi.unpack(c.n_embd_p, n_layer)
@@ -539,4 +540,4 @@ def _refuse_calls() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(table.cache))
     left = lib.rcache_python_alive(0, _EXIT_WAIT_MS)
     if left:
-        log.warning("%d calls through the C interface had not returned when Python ended", left)
+        log.warning("%s through the C interface had not returned when Python ended", counted(left, "call"))

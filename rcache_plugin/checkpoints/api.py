@@ -29,7 +29,7 @@ class Checkpoints:
         self._access = access
         self._changed = changed
 
-    # how many
+    # size
 
     @property
     def n_cells(self) -> int:
@@ -92,8 +92,8 @@ class Checkpoints:
     def nearest(
         self, tokens: Sequence[int] | Int32Array | None = None, *, seq_id: int | None = None, pos: int | None = None
     ) -> Checkpoint | None:
-        """The checkpoint that has read the most of `tokens` and nothing else; or, by `seq_id`, the last on the way of a
-        sequence to position `pos` (default: to where it is). None if there is none, or `tokens` with `hybrid`.
+        """The checkpoint that has read the most of `tokens` and nothing else; or, by `seq_id`, the last in the lineage
+        of a sequence up to position `pos` (default: where it is). None if there is none, or `tokens` with `hybrid`.
 
         Raises `InvalidArgument` unless exactly one of `tokens` and `seq_id` is given.
         """
@@ -109,12 +109,12 @@ class Checkpoints:
     def known_prefix(self, tokens: Sequence[int] | Int32Array) -> int:
         """Tokens at the start of `tokens`, int32 [n], that the tokens of some checkpoint start with too.
 
-        Where they part is a branch point, worth a `mark`. 0 with `hybrid`.
+        Where they differ is a branch point, worth a `mark`. 0 with `hybrid`.
         """
         with self._access:
             return self._rollback.store.shared(token_array(tokens))
 
-    # going to one
+    # rollback
 
     def restore(self, checkpoint: Checkpoint, seq_id: int) -> None:
         """Lets the state of a sequence be that of the checkpoint; what it had is dropped. No row is copied.
@@ -188,7 +188,7 @@ class Checkpoints:
             if self._rollback.checkpoints is not None:
                 self._rollback.checkpoints.set_tokens(seq_id, token_array(tokens))
 
-    # counting
+    # counts
 
     def count_prompt(self, n_asked: int, n_reused: int) -> None:
         """The host has read a prompt of `n_asked` tokens, of which `n_reused` needed no prefill: for `stats`."""

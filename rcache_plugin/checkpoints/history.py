@@ -27,15 +27,15 @@ class SeqHistory:
         self.whole = True
         """Whether that is all that the state has read."""
         self.since = 0
-        """Tokens that had been read at the last checkpoint on the way here; 0 if there is none."""
+        """Tokens that the last checkpoint of this lineage has read; 0 if there is none."""
         self.last: Any = None
-        """The checkpoint at `since`, if it is still there."""
+        """The checkpoint at `since`, if it is still valid."""
         self.batch = 0
         """Number of the batch that the last tokens came in."""
         self.batch_tokens = 0
         """How many came in that batch so far."""
         self.branch = False
-        """Whether other tokens than these have followed here once: a place to come back to."""
+        """Whether other tokens than these have followed here before: a branch point."""
 
     def start(self) -> None:
         """The sequence is empty."""

@@ -62,7 +62,7 @@ class Rollback:
     # steps
 
     def check(self, ubatches: Sequence[UBatch]) -> None:
-        """Raises `StateError` when a sequence without its state is to go on as if it had it."""
+        """Raises `StateError` when a sequence without its state is to continue as if it had it."""
         if not self._lost:
             return
         seen: set[int] = set()
@@ -71,7 +71,7 @@ class Rollback:
                 pos = ubatch.pos[s * ubatch.n_seq_tokens]
                 if ids[0] in self._lost and ids[0] not in seen and pos > 0:
                     raise StateError(
-                        f"sequence {ids[0]} lost its state when a step failed, it can't go on at position {pos}: "
+                        f"sequence {ids[0]} lost its state when a step failed, it can't continue at position {pos}: "
                         f"remove it, or roll it back with seq_rm"
                     )
                 seen.update(ids)

@@ -3,7 +3,7 @@
 The idea is that of D. R. Morrison, "PATRICIA - Practical Algorithm To Retrieve Information Coded in Alphanumeric",
 Journal of the ACM 15(4), 1968: a trie in which a run of nodes that neither branch nor hold a value is one edge. Two
 keys share the nodes of what they begin with alike, so that the tree has at most two nodes per value, and each part of a
-key that others share is kept once.
+key that others share is stored once.
 
 A node's edge is a run of whole tokens, as bytes of int32 in the machine's order: a step down is one dictionary look-up
 by the next token and one memcmp of the whole edge; NumPy finds where an edge that does not fit differs. Python works
@@ -150,7 +150,7 @@ class PrefixTree(Generic[V]):
         Raises `InvalidArgument` for a negative `most`.
         """
         if most is not None and most < 0:
-            raise InvalidArgument(f"the prefix was to have {most} tokens at most; that must not be negative")
+            raise InvalidArgument(f"a prefix of at most {most} tokens: the number must not be negative")
         n_bytes, value = 0, self._root.value
         for node, end in self._steps(_key(tokens, most)):
             if node.value is not _ABSENT:
@@ -158,7 +158,7 @@ class PrefixTree(Generic[V]):
         return None if value is _ABSENT else Match(n_bytes // _TOKEN_BYTES, value)
 
     def above(self, tokens: TokensLike) -> Match[V] | None:
-        """The longest stored prefix that is shorter than these tokens, stored or not themselves; None without any."""
+        """The longest stored prefix that is shorter than these tokens, stored or not; None if there is none."""
         return self.longest(_key(tokens)[:-_TOKEN_BYTES])
 
     def below(self, tokens: TokensLike) -> list[tuple[int, V]]:
@@ -228,11 +228,11 @@ class PrefixTree(Generic[V]):
                 n_values += child.value is not _ABSENT
                 n_nodes += 1
                 n_bytes += len(child.edge)
-        counted, kept = (n_values, n_nodes, n_bytes // _TOKEN_BYTES), (self._n_values, self._n_nodes, self._n_tokens)
-        if counted != kept:
-            yield f"values, nodes and tokens are {kept}, counted {counted}"
+        counted, noted = (n_values, n_nodes, n_bytes // _TOKEN_BYTES), (self._n_values, self._n_nodes, self._n_tokens)
+        if counted != noted:
+            yield f"values, nodes and tokens are {noted}, counted {counted}"
 
-    # single nodes; ends and lengths are in bytes
+    # nodes; ends and lengths are in bytes
 
     def _steps(self, key: bytes) -> Iterator[tuple[_Node[V], int]]:
         """The nodes whose edges `key` begins with, from the root down, each with where it ends."""
@@ -273,7 +273,7 @@ class PrefixTree(Generic[V]):
 
 
 def _common_child(node: _Node[V], key: bytes, end: int) -> tuple[int, _Node[V] | None]:
-    """For how many bytes a child goes on as ``key[end:]`` does, and the child; (0, None) without one or at the end."""
+    """How many bytes a child's edge and ``key[end:]`` have in common, and the child; (0, None) if there is none."""
     child = node.children.get(key[end : end + _TOKEN_BYTES])
     if child is None:
         return 0, None

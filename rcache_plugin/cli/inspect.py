@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import counted
 from .exits import EXIT_NOT_INTACT
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _show_report(report: Report) -> None:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     version = "" if report.version is None else f", version {report.version}"
-    yield "file", f"{report.path}: {report.kind}{version}, {report.n_bytes} bytes"
+    yield "file", f"{report.path}: {report.kind}{version}, {counted(report.n_bytes, 'byte')}"
     checked = "its checksum is right" if report.checksum else "it reads to the last byte; the format has no checksum"
     yield "intact", {True: f"yes, {checked}", False: "NO", None: "can't be told"}[report.intact]
     if report.seq_id is not None:
@@ -72,9 +73,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.architecture is not None:
         yield "model", report.architecture
     for part in report.parts:
-        layers = "" if part.n_layer is None else f", {part.n_layer} layers"
+        layers = "" if part.n_layer is None else f", {counted(part.n_layer, 'layer')}"
         streams = f", {part.n_streams} streams" if part.n_streams > 1 else ""
-        yield part.kind, f"{len(part.cells)} cells{layers}{streams}, {part.n_bytes} bytes"
+        yield part.kind, f"{counted(len(part.cells), 'cell')}{layers}{streams}, {counted(part.n_bytes, 'byte')}"
     if report.checkpoints:
         yield "checkpoints", f"{len(report.checkpoints)}, of {' '.join(map(str, report.checkpoints))} tokens"
     if report.fingerprint is not None:

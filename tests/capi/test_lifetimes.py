@@ -1,4 +1,4 @@
-"""Misuse in the wrong order, each in a child process: an error or a refusal, never a crash."""
+"""Proves that calls in the wrong order are an error or a refusal, never a crash; each runs in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C interface: layout, a scenario driven from C, errors parked and re-raised, threads, user-made answers."""
+"""Proves the C interface: layout, a scenario driven from C, errors parked and re-raised, threads, user-made answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_scenario_in_c(scenario: ctypes.CDLL, placement: int, use_mask: int, cap
     assert line == 0, capfd.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [0, lib.RCACHE_SPEC_HYBRID], ids=["any past", "own lineage"])
+@pytest.mark.parametrize("flags", [0, lib.RCACHE_SPEC_HYBRID], ids=["pure", "hybrid"])
 def test_going_back_from_c(scenario: ctypes.CDLL, flags: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert scenario.abi_run_checkpoints(factory_address(), flags) == 0, capfd.readouterr().err
 
@@ -321,7 +321,7 @@ def test_an_impossible_step_of_the_same_sequences_is_an_error() -> None:
 @pytest.mark.parametrize("n_rs_seq", [0, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_shortcuts_of_the_c_side_change_no_result(seed: int, n_rs_seq: int) -> None:
-    """A cache behind the C table and one that is called directly, given the same random life."""
+    """A cache behind the C table and one that is called directly, given the same random calls."""
     rng = random.Random(seed)
     caches = [
         RecurrentCache(SPEC, 5, n_seq_max=7, allocate=False, placement="compact", n_rs_seq=n_rs_seq) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Ubatches, and how a batch is split into them."""
+"""Proves what a ubatch may be, and how a batch is split into ubatches."""
 
 from __future__ import annotations
 

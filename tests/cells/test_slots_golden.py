@@ -1,4 +1,4 @@
-"""find_slot's special cases as literal tables: cells, order, sources. Each runs on the table and on the naive model."""
+"""Proves find_slot's special cases by literal tables (cells, order, sources), on the table and on the naive model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_sets_in_reverse_order_around_a_bystander(make: Any) -> None:
 
 
 def test_a_new_sequence_follows_when_its_empty_cell_is_swapped(make: Any) -> None:
-    """Sequence 3 is given cell 1, then sequence 0 comes there from cell 2: 3 must go on in cell 2."""
+    """Sequence 3 is given cell 1, then sequence 0 comes there from cell 2: 3 must continue in cell 2."""
     cache = make(5)
     cache.step([(1,), (2,), (0,)], [0, 0, 0])
     cache.seq_rm(2, -1, -1)
@@ -356,7 +356,7 @@ def test_a_plan_cannot_be_changed_and_answers_twice_the_same() -> None:
         plan.head = 1  # type: ignore[misc]
 
 
-def test_a_plan_keeps_its_answer_when_the_table_goes_on() -> None:
+def test_a_plan_keeps_its_answer_when_the_table_changes() -> None:
     cache = Real(4)
     plan = cache.step([(0,), (1,)], [0, 0])
     answer = slot(plan)
@@ -710,7 +710,7 @@ def test_a_warm_sequence_is_cloned_into_branches(make: Any) -> None:
     plan = cache.step([(0,), (1,), (2,), (3,)], [7] * 4)
     assert slot(plan) == (1, 4, 2, [1] * 4, [1] * 4, [1.0] * 4)
     assert state(cache, "tail") == [1, 2, 3, 4, -1, 0]
-    assert slot(cache.step([(2,)], [8])) == (3, 1, -1, [3], [3], [1.0])  # goes on without the others
+    assert slot(cache.step([(2,)], [8])) == (3, 1, -1, [3], [3], [1.0])  # continues without the others
 
 
 @pytest.mark.parametrize("how", ["rm from 0", "rm all", "rm any", "clear", "keep another"])

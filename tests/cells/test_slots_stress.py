@@ -1,4 +1,4 @@
-"""State machines over the cell table: against the naive model cell by cell, and compact placement against classic.
+"""Proves, by state machines, that the cell table equals the naive model, and compact placement the classic one.
 
 `EXAMPLES` counts what really ran; the tests fail when that is less than asked for. The environment variable
 RCACHE_EXAMPLES sets the number (2,400 by default), which the three machines share.

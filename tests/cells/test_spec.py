@@ -1,4 +1,4 @@
-"""Sizes of states."""
+"""Proves the sizes of states, as computed from a spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each operation of the cell table with literal values."""
+"""Proves each operation of the cell table by literal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the cache without a model: what is kept, what goes, and that a state is always that of its tokens."""
+"""Proves which checkpoints are made and evicted, and that each state is always that of its tokens, without a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_making_a_checkpoint_copies_no_row() -> None:
     assert host.state(0) == state_of(text(10)) and host.rows_moved == 0
 
 
-def test_the_default_policy_keeps_the_ends_of_prompts_and_answers() -> None:
+def test_the_default_policy_makes_checkpoints_at_the_ends_of_prompts_and_answers() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=16)
     host.read({0: text(50)})
     assert lengths(host) == []  # the next step decides what that was
@@ -67,7 +67,7 @@ def test_the_last_token_of_a_prompt_by_itself_gives_a_checkpoint_before_it() -> 
     assert lengths(host) == [30, 31]
 
 
-def test_long_prompts_and_long_answers_are_kept_every_interval() -> None:
+def test_long_prompts_and_answers_have_a_checkpoint_every_interval() -> None:
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=16, policy=DefaultPolicy(16))
     host.read({0: text(72)})
     assert lengths(host) == [16, 32, 48, 64]
@@ -116,7 +116,7 @@ def test_steady_steps_are_recorded_and_end_when_something_is_due() -> None:
     assert cache.checkpoints.tokens(0).tolist() == tokens and not cache.seq_rm(0, 65, -1)
 
 
-def test_what_is_kept_already_is_not_kept_twice() -> None:
+def test_two_checkpoints_of_the_same_tokens_are_one() -> None:
     host = ToyHost(2, n_ubatch=100, checkpoint_cells=4)
     host.read({0: text(5), 1: text(5)})
     first, second = host.cache.checkpoints.make(0), host.cache.checkpoints.make(1)
@@ -131,7 +131,7 @@ def test_a_mark_is_a_checkpoint_of_now() -> None:
     host.read({0: text(3, 1)})
     assert lengths(host) == [6] and not host.cache.checkpoints.all()[0].held
 
-def test_an_empty_sequence_has_nothing_to_keep() -> None:
+def test_an_empty_sequence_gives_no_checkpoint() -> None:
     host = ToyHost(2, checkpoint_cells=4)
     assert host.cache.checkpoints.make(0) is None and not host.cache.checkpoints.mark(1)
     with pytest.raises(SeqIdError):
@@ -193,7 +193,7 @@ def test_another_caches_checkpoint_is_refused() -> None:
         other.cache.checkpoints.restore(made, 0)
 
 
-def test_requested_checkpoints_do_not_give_way_to_those_the_cache_makes() -> None:
+def test_held_checkpoints_are_not_evicted_for_those_the_cache_makes() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=2)
     held = []
     for n in (5, 3):
@@ -206,8 +206,8 @@ def test_requested_checkpoints_do_not_give_way_to_those_the_cache_makes() -> Non
     assert host.cache.checkpoints.make(0) is None  # all cells are held
 
 
-def test_live_sequences_win() -> None:
-    """More sequences than cells for them: a checkpoint's cell is taken, and it says so."""
+def test_live_sequences_evict_held_checkpoints() -> None:
+    """More sequences than cells for them: a checkpoint is evicted, and says so."""
     host = ToyHost(2, n_ubatch=100, n_seq_max=4, checkpoint_cells=2)
     host.read({0: text(5)})
     made = host.cache.checkpoints.make(0)
@@ -218,7 +218,7 @@ def test_live_sequences_win() -> None:
     assert [host.state(s) for s in range(4)] == [state_of([*text(5), 1]), *map(state_of, ([2], [3], [4]))]
 
 
-def test_live_sequences_take_what_the_cache_made_by_itself_first() -> None:
+def test_live_sequences_evict_what_the_cache_made_by_itself_first() -> None:
     host = ToyHost(2, n_ubatch=100, n_seq_max=3, checkpoint_cells=2)
     host.read({0: text(5)})
     held = host.cache.checkpoints.make(0)
@@ -229,12 +229,12 @@ def test_live_sequences_take_what_the_cache_made_by_itself_first() -> None:
     assert held is not None and held.valid and lengths(host) == [5]
 
 
-def test_the_least_useful_goes_first() -> None:
-    """Of a long prompt the first checkpoint stays, and some on the way; what nobody asked for goes before the used."""
+def test_the_least_useful_is_evicted_first() -> None:
+    """Of a long prompt the first checkpoint stays, and some on the way; the unused are evicted before the used."""
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=4, policy=DefaultPolicy(8))
     host.read({0: text(100)})
-    kept = lengths(host)
-    assert kept[0] == 8 and kept[-1] == 96 and len(kept) == 4
+    found = lengths(host)
+    assert found[0] == 8 and found[-1] == 96 and len(found) == 4
 
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=3, policy=DefaultPolicy(1000, 1000))
     for seed in range(3):
@@ -249,10 +249,10 @@ def test_the_least_useful_goes_first() -> None:
     assert found == [True, False, True, True]
 
 
-# --- going back ------------------------------------------------------------------------------------------------------
+# --- rollback --------------------------------------------------------------------------------------------------------
 
 
-def test_every_position_that_was_read_can_be_gone_back_to() -> None:
+def test_a_sequence_rolls_back_to_every_position_that_it_has_read() -> None:
     for p0 in range(1, 41):
         host = ToyHost(1, n_ubatch=8, checkpoint_cells=6, policy=DefaultPolicy(16))
         tokens = text(40)
@@ -275,8 +275,8 @@ def test_a_checkpoint_at_the_very_place_needs_no_replay() -> None:
     assert host.state(0) == state_of(text(32))
 
 
-def test_going_back_to_the_very_place_takes_no_cell_from_another() -> None:
-    """Nothing has to be read again, so nothing can fail, and the state that is left need not be held meanwhile."""
+def test_a_rollback_to_a_checkpoint_evicts_no_other() -> None:
+    """Nothing has to be replayed, so nothing can fail, and the state that is left need not be held meanwhile."""
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=3, policy=DefaultPolicy(1000, 1000))
     made = []
     for seed in range(3):
@@ -287,7 +287,7 @@ def test_going_back_to_the_very_place_takes_no_cell_from_another() -> None:
     assert all(each is not None and each.valid for each in made) and host.cache.stats().checkpoints_evicted == 0
 
 
-def test_the_place_where_two_texts_part_is_kept() -> None:
+def test_a_branch_point_becomes_a_checkpoint() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=6)
     host.read({0: text(60)})
     assert host.rm(0, 37)
@@ -326,8 +326,8 @@ def test_a_failed_replay_of_a_hybrid_leaves_nothing_half() -> None:
     assert host.rm(0, 11) and host.state(0) == state_of(text(11)) and host.attention == {0: text(11)}
 
 
-def test_a_failed_step_can_be_taken_back() -> None:
-    """The rows are half written, so the state is gone; the cache reads it again when the host goes back."""
+def test_a_failed_step_can_be_rolled_back() -> None:
+    """The rows are half written, so the state is gone; the cache has it replayed when the host rolls back."""
     host = ToyHost(2, n_ubatch=8, checkpoint_cells=4)
     host.read({0: text(20), 1: text(5, 1)})
     host.fail_at = 1
@@ -346,7 +346,7 @@ def test_a_lost_sequence_is_refused_without_a_prepare_too() -> None:
     host.read({0: text(4)})
     host.fail_at = 0
     assert not host.read({0: [1]})
-    with pytest.raises(StateError, match="sequence 0 lost its state when a step failed, it can't go on at position 4"):
+    with pytest.raises(StateError, match="0 lost its state when a step failed, it can't continue at position 4"):
         host.cache.find_slot(UBatch.single(0, 4, 1, [1]))
     assert host.cache.checkpoints.make(0) is None and host.rm(0, 4) and host.state(0) == state_of(text(4))
 
@@ -370,12 +370,12 @@ def test_sequences_that_read_together_have_read_the_same() -> None:
     assert host.rm(2, 2) and host.state(2) == state_of([5, 6]) and host.state(0) == state_of([5, 6, 7])
 
 
-def test_unknown_tokens_are_no_way_back() -> None:
+def test_unknown_tokens_can_not_be_rolled_back() -> None:
     host = ToyHost(1, checkpoint_cells=4)
     host.read({0: text(10)})
     host.cache.seq_add(0, 0, -1, 5)
     assert not host.rm(0, 8) and host.cache.seq_pos_max(0) == 14 and host.cache.checkpoints.tokens(0).tolist() == []
-    assert host.cache.checkpoints.make(0) is not None  # it can be kept all the same, for `restore`
+    assert host.cache.checkpoints.make(0) is not None  # a checkpoint all the same, for `restore`
     with pytest.raises(InvalidArgument, match="3 tokens for a sequence of 15"):
         host.cache.checkpoints.set_tokens(0, [1, 2, 3])
 
@@ -383,30 +383,30 @@ def test_unknown_tokens_are_no_way_back() -> None:
 # --- across conversations --------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_is_not_read_twice() -> None:
+def test_a_conversation_needs_no_second_prefill() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=8)
     a, b = text(60), text(50, 1)
     host.read({0: a})
-    assert host.rm(0)  # what it leaves is kept
+    assert host.rm(0)  # the abandoned state becomes a checkpoint
     host.read({0: b})
     host.cache.clear(data=False)
     assert host.cache.checkpoints.resume(0, [*a, 1, 2]) == 60 and host.state(0) == state_of(a)
     assert host.cache.checkpoints.resume(0, [*b, 1]) == 50 and host.state(0) == state_of(b)
     assert host.cache.checkpoints.resume(0, [*b, 1, 2]) == 50  # it is there already
-    assert host.cache.checkpoints.resume(0, b[:20]) == 0 and host.state(0) == state_of(b)  # seq_rm is the way back
+    assert host.cache.checkpoints.resume(0, b[:20]) == 0 and host.state(0) == state_of(b)  # seq_rm rolls back
     assert host.cache.checkpoints.known_prefix([*a[:30], 0, 0]) == 30
 
 
 def test_clear_with_data_leaves_nothing() -> None:
     host = ToyHost(1, n_ubatch=100, checkpoint_cells=8)
     host.read({0: text(60)})
-    kept = host.cache.checkpoints.make(0)
+    made = host.cache.checkpoints.make(0)
     host.cache.clear(data=True)
-    assert kept is not None and not kept.valid and host.cache.table.used == 0
+    assert made is not None and not made.valid and host.cache.table.used == 0
     assert host.cache.checkpoints.resume(0, text(60)) == 0 and host.cache.checkpoints.known_prefix(text(60)) == 0
 
 
-def test_seq_keep_and_removal_keep_checkpoints_and_lineages_drop_theirs() -> None:
+def test_checkpoints_outlive_seq_keep_and_removal_except_in_hybrids() -> None:
     for attention in (False, True):
         host = ToyHost(3, n_ubatch=100, checkpoint_cells=8, attention=attention)
         for seq in range(3):
@@ -418,7 +418,7 @@ def test_seq_keep_and_removal_keep_checkpoints_and_lineages_drop_theirs() -> Non
         assert lengths(host) == ([] if attention else [10, 11, 12])
 
 
-def test_a_copy_goes_back_to_its_sources_past() -> None:
+def test_a_fork_rolls_back_to_its_sources_past() -> None:
     for attention in (False, True):
         host = ToyHost(2, n_ubatch=8, checkpoint_cells=8, attention=attention, policy=DefaultPolicy(8))
         host.read({0: text(30)})
@@ -430,7 +430,7 @@ def test_a_copy_goes_back_to_its_sources_past() -> None:
         assert host.rm(0) and host.rm(1, 8) and host.state(1) == state_of(text(8))
 
 
-def test_a_lineage_has_no_other_past() -> None:
+def test_a_hybrid_rolls_back_in_its_own_lineage_only() -> None:
     host = ToyHost(2, n_ubatch=100, checkpoint_cells=8, attention=True)
     host.read({0: text(20)})
     made = host.cache.checkpoints.make(0)
@@ -486,7 +486,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             moves=placement[1], policy=DefaultPolicy(interval, 2), attention=self.attention,
         )
         self.tokens: dict[int, list[int]] = {seq_id: [] for seq_id in range(SEQS)}
-        self.lost: dict[int, list[int]] = {}  # what could still be gone back to
+        self.lost: dict[int, list[int]] = {}  # what a rollback could still reach
         self.receipts: list[Checkpoint] = []
 
     @rule(seqs=st.lists(few, min_size=1, max_size=SEQS, unique=True), n=st.integers(1, 9), base=st.integers(0, 2))
@@ -522,7 +522,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                 self.lost[seq_id] = []
 
     @rule(seq_id=few, part=st.integers(0, 100))
-    def go_back(self, seq_id: int, part: int) -> None:
+    def roll_back(self, seq_id: int, part: int) -> None:
         tokens = self.lost.get(seq_id, self.tokens[seq_id])
         p0 = 1 + part * len(tokens) // 100
         if p0 > len(tokens):
@@ -617,12 +617,12 @@ class CheckpointMachine(RuleBasedStateMachine):
                 assert cache.checkpoints.tokens(seq_id).tolist() == tokens
             if self.host.attention is not None and seq_id not in self.lost:
                 assert self.host.attention.get(seq_id, []) == tokens
-        kept = cache.checkpoints.all()
-        assert len({cache.table.pin_cell(each.pin) for each in kept}) <= cache.checkpoints.n_cells
-        for each in kept:
+        found = cache.checkpoints.all()
+        assert len({cache.table.pin_cell(each.pin) for each in found}) <= cache.checkpoints.n_cells
+        for each in found:
             assert each.tokens is not None and self.host.pinned(each.pin) == state_of(each.tokens)
         used = {each for each in range(cache.table.size) if cache.table.cell(each).pins}
-        assert used == {cache.table.pin_cell(each.pin) for each in kept}  # no pin is leaked
+        assert used == {cache.table.pin_cell(each.pin) for each in found}  # no pin is leaked
 
 
 class LineageMachine(CheckpointMachine):

@@ -1,4 +1,4 @@
-"""The radix tree of prefixes: literal cases, a state machine against a plain dictionary, and long keys."""
+"""Proves the radix tree of prefixes by literal cases, a state machine against a plain dictionary, and long keys."""
 
 from __future__ import annotations
 
@@ -445,7 +445,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.tree.remove(key)
 
     @rule(number=st.integers(0, 99))
-    def remove_one_that_is_there(self, number: int) -> None:
+    def remove_a_stored_one(self, number: int) -> None:
         if self.model:
             self.remove(list(self.model)[number % len(self.model)])
 

@@ -1,4 +1,4 @@
-"""State tensors in host memory: layout, rows, lifetime and failure. Other devices are in test_rpc."""
+"""Proves layout, rows, lifetime and failures of state tensors in host memory. Other devices are in test_rpc."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""State tensors spread over the CPU and a second, real device whose memory is not the host's: ggml's RPC backend, with
-a server in a process of its own on 127.0.0.1.
+"""Proves that state tensors may lie on the CPU and on a device whose memory is not the host's: ggml's RPC backend.
 
-Nothing here is skipped: without an RPC backend in ggml-python these tests fail and say how to build it.
+Its server is a process of its own on 127.0.0.1. Nothing here is skipped: without an RPC backend in ggml-python these
+tests fail and say how to build it.
 """
 
 from __future__ import annotations

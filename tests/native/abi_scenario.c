@@ -116,7 +116,7 @@ static int scenario(const struct rcache_vtable * t, int use_mask) {
     DECODE(1, 5, 1, 0, 2);
     CHECK(verify(t, rows, ledger, 3, use_mask) == 0);
 
-    /* a fork: both go on, each with its own tokens */
+    /* a fork: both continue, each with its own tokens */
     CHECK(t->seq_cp(t->user, 0, 3, -1, -1) == RCACHE_STATUS_OK);
     ledger[3] = ledger[0];
     DECODE(3, 3, 0);
@@ -234,7 +234,7 @@ int abi_run_factory(const struct rcache_factory * factory, int placement, int us
     return line;
 }
 
-/* What the host keeps for its replay: the rows, and how many tokens were read again. */
+/* What the host keeps for its replay: the rows, and how many tokens were replayed. */
 struct replay_data {
     const struct rcache_vtable * table;
     uint64_t * rows;
@@ -303,7 +303,7 @@ int abi_run_checkpoints(const struct rcache_factory * factory, uint32_t flags) {
     ledger[0] = after[9];
     CHECK(verify(t, rows, ledger, 1, use_mask) == 0);
 
-    /* the graph fails: the state is gone, a step above position 0 is refused, going back is not */
+    /* the graph fails: the state is gone, a step above position 0 is refused, a rollback is not */
     DECODE(1, 0);
     CHECK(t->discard_slot(t->user) == RCACHE_STATUS_OK);
     const int32_t zero = 0, one = 1, eleven = 11, * ids[] = { &zero };

@@ -31,7 +31,7 @@ def main() -> int:
             report(f"scenario, placement {placement}, {'s_mask' if use_mask else 'rs_z'}", line)
     for flags in (0, 1):
         line = scenario.abi_run_checkpoints(factory_address(), flags)
-        report(f"checkpoints, {'own lineage' if flags else 'any past'}", line)
+        report(f"checkpoints, {'hybrid' if flags else 'pure'}", line)
     cache = RecurrentCache(CacheSpec.make([8, 0, 4], [16, 0, 12]), 8, allocate=False)
     table = HostVTable(cache)
     report("8 threads", scenario.abi_run_threads(table.address, 8, n_steps))

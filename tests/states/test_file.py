@@ -1,4 +1,4 @@
-"""Files of our own: whole or not at all, refused with the reason, and nothing changed; room; reading and writing."""
+"""Proves that files of our own are whole or not at all, and refused with the reason and nothing changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_header(data: bytes, change: Callable[[dict], object]) -> bytes:
 
 
 @pytest.mark.parametrize("spec", [SPEC, SPEC_P], ids=["plain", "p"])
-def test_all_and_one_come_back(tmp_path: Path, spec: CacheSpec) -> None:
+def test_all_sequences_and_one_are_saved_and_loaded(tmp_path: Path, spec: CacheSpec) -> None:
     with used_cache(spec) as cache, used_cache(spec, seed=1) as other:
         tokens = {0: [1, 2, 3], 3: list(range(10))}
         cache.save(tmp_path / "all", tokens=tokens)
@@ -650,8 +650,8 @@ def test_rows_on_a_device_are_asked_for_when_all_else_is_right() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def talked(n_cells: int = 2, checkpoint_cells: int = 4, **options: object) -> RecurrentCache:
-    """Sequence 0 has read the tokens 0 .. 11 in three parts, each end is kept; sequence 1 the tokens 50, 51."""
+def conversation(n_cells: int = 2, checkpoint_cells: int = 4, **options: object) -> RecurrentCache:
+    """Sequence 0 has read the tokens 0 .. 11 in three parts, each end a checkpoint; sequence 1 the tokens 50, 51."""
     cache = RecurrentCache(SPEC, n_cells, checkpoint_cells=checkpoint_cells, ggml=ggml(), **options)  # type: ignore[arg-type]
     fill(cache)
     for first in (0, 4, 8):
@@ -672,7 +672,7 @@ def rows_of(cache: RecurrentCache, n_tokens: int) -> bytes:
 
 
 def test_checkpoints_and_tokens_travel_with_a_file(tmp_path: Path) -> None:
-    with talked() as cache, RecurrentCache(SPEC, 3, checkpoint_cells=8, ggml=ggml()) as other:
+    with conversation() as cache, RecurrentCache(SPEC, 3, checkpoint_cells=8, ggml=ggml()) as other:
         cache.save(tmp_path / "all")
         cache.save(tmp_path / "one", 1)
         assert other.load(tmp_path / "all") == {0: list(range(12)), 1: [50, 51]}
@@ -692,7 +692,7 @@ def test_checkpoints_and_tokens_travel_with_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_as_many_checkpoints_are_taken_as_fit(tmp_path: Path, room: int) -> None:
-    with talked() as cache, RecurrentCache(SPEC, 2, checkpoint_cells=room, ggml=ggml()) as other:
+    with conversation() as cache, RecurrentCache(SPEC, 2, checkpoint_cells=room, ggml=ggml()) as other:
         cache.save(tmp_path / "all")
         other.load(tmp_path / "all")
         other.table.check()
@@ -703,7 +703,7 @@ def test_as_many_checkpoints_are_taken_as_fit(tmp_path: Path, room: int) -> None
 
 
 def test_a_lineage_takes_no_checkpoints_along(tmp_path: Path) -> None:
-    with talked(hybrid=True) as cache, talked() as other:
+    with conversation(hybrid=True) as cache, conversation() as other:
         cache.save(tmp_path / "all")
         assert b'"checkpoints"' not in (tmp_path / "all").read_bytes()[:4096]
         other.save(tmp_path / "other")
@@ -712,7 +712,7 @@ def test_a_lineage_takes_no_checkpoints_along(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_refused_and_nothing_changes(tmp_path: Path) -> None:
-    with talked() as cache:
+    with conversation() as cache:
         cache.save(tmp_path / "all")
         data = (tmp_path / "all").read_bytes()
         before = contents(cache)
@@ -738,7 +738,7 @@ def test_damaged_checkpoints_are_refused_and_nothing_changes(tmp_path: Path) -> 
 def test_inspect_shows_checkpoints(tmp_path: Path) -> None:
     from rcache_plugin.states.inspect import inspect
 
-    with talked() as cache:
+    with conversation() as cache:
         cache.save(tmp_path / "all")
     report = inspect(tmp_path / "all")
     assert report.intact and sorted(report.checkpoints) == [4, 8, 12] and report.problems == []

@@ -1,4 +1,4 @@
-"""`rcache inspect`: what it tells of real files, of damaged ones, and where it says that it can't tell."""
+"""Proves what ``rcache inspect`` tells of real files and of damaged ones, and where it says that it can't tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking back the last tokens through the snapshots that a host's graphs keep (n_rs_seq > 0).
+"""Proves rollback of the last tokens by the snapshots that a host's graphs keep (n_rs_seq > 0).
 
 The rows are a running hash of the tokens, written and gathered as llama.cpp's graphs do it: snapshot k of a set is the
 state k tokens before its last one, and only as many are written as the set has tokens in the step.
@@ -95,7 +95,7 @@ def test_as_far_as_the_last_step_and_once() -> None:
 
 
 def test_every_number_of_accepted_tokens() -> None:
-    """CASES 42: for each j the state goes on as if only j of the drafted tokens had ever been seen."""
+    """CASES 42: for each j the state continues as if only j of the drafted tokens had ever been seen."""
     for j in range(N_RS_SEQ + 1):
         model = Model(3, "classic")
         model.decode([0, 1], 5)
@@ -106,7 +106,7 @@ def test_every_number_of_accepted_tokens() -> None:
         model.verify()
 
 
-def test_shared_state_is_not_taken_back_for_the_other() -> None:
+def test_shared_state_is_not_rolled_back_for_the_other() -> None:
     model = Model(3, "classic")
     model.decode([0], 4)
     model.table.seq_cp(0, 1)
@@ -115,7 +115,7 @@ def test_shared_state_is_not_taken_back_for_the_other() -> None:
     model.verify()
     model.rm(1, 0)
     assert model.rm(0, 3)
-    model.table.seq_cp(0, 1)  # shares what was taken back
+    model.table.seq_cp(0, 1)  # shares what was rolled back
     model.tokens[1] = list(model.tokens[0])
     model.verify()
     model.decode([1], 1)
@@ -149,7 +149,7 @@ def test_discard_of_a_slot_read_from_a_snapshot() -> None:
 
 @pytest.mark.parametrize("placement", ["classic", "compact"])
 def test_any_history(placement: str) -> None:
-    taken_back = 0
+    rolled_back = 0
     for seed in range(150):
         rng = random.Random(seed)
         model = Model(rng.randint(2, 6), placement)
@@ -161,7 +161,7 @@ def test_any_history(placement: str) -> None:
             if action == "decode":
                 model.decode(rng.sample(range(n_seqs), rng.randint(1, n_seqs)), rng.randint(1, 5))
             elif action == "back" and length > 1:
-                taken_back += model.rm(seq_id, rng.randint(max(1, length - 4), length - 1))
+                rolled_back += model.rm(seq_id, rng.randint(max(1, length - 4), length - 1))
             elif action == "rm":
                 model.rm(seq_id, 0)
             elif action == "cp":
@@ -172,4 +172,4 @@ def test_any_history(placement: str) -> None:
                 model.table.seq_keep(seq_id)
                 model.tokens = {seq_id: model.tokens.get(seq_id, [])}
             model.verify()
-    assert taken_back > 50
+    assert rolled_back > 50

@@ -1,4 +1,4 @@
-"""Damaged states: whatever the bytes are, they are taken as a right state or refused with nothing changed.
+"""Proves that damaged states, whatever the bytes, are taken as a right state or refused with nothing changed.
 
 ``make test-fuzz-state`` runs many more of them (RCACHE_STATE_EXAMPLES). Memory is limited meanwhile, so that a count
 that is believed too early ends in a MemoryError, which is not a refusal.

@@ -1,7 +1,7 @@
 """One side of the exchange of states, stock llama.cpp or ours: ``exchange_child.py stock|rcache MODEL FOLDER``.
 
 Both sides run at once. Each computes the same, saves its states as FOLDER/<side>.<kind> and what it computes next,
-waits for the other (unless it has died), loads all states of both into fresh contexts and goes on from there. What
+waits for the other (unless it has died), loads all states of both into fresh contexts and continues from there. What
 came of it is in FOLDER/<side>.json: by "<writer> <kind>" whether it was taken, the positions, and what differed.
 """
 
@@ -47,7 +47,7 @@ class Side:
         status, _, _ = self.machine.decode(rows, context)
         assert status == 0, status
         self.machine.lib.llama_memory_seq_cp(self.machine.memory(context), 1, 3, -1, -1)
-        # llama.cpp copies the attention of a fork at the next step only, and saves what is there before
+        # llama.cpp copies the attention of a fork at the next step only, and saves the attention from before
         assert self.machine.decode([((2,), 11, 0, True)], context)[0] == 0
 
     def go_on(self, context: int, seqs: dict[int, int]) -> dict[int, bytes]:
@@ -189,8 +189,8 @@ class Side:
         before = set(map(id, host.caches()))
         self.machine.new(1)
         (cache,) = (cache for cache in host.caches() if id(cache) not in before)
-        kept = cache.load(self.file("rcache", "own"), 3)
-        assert kept == {3: PROMPTS[1]}, kept
+        loaded = cache.load(self.file("rcache", "own"), 3)
+        assert loaded == {3: PROMPTS[1]}, loaded
         again = self.folder / "own again"
         same = self.go_on(1, {3: NEXT[1]})[3] == expected[1]
         cache.load(self.file("rcache", "own whole"))

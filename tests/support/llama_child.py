@@ -68,8 +68,8 @@ class Script:
     ) -> Script:
         """Decodes one batch.
 
-        `tokens`: sequence -> tokens, which go on where this script's last decode of that sequence ended; or a list of
-        (sequence ids, token, position, output). `outputs`: "last" of each sequence, "all" or "none". `embd`: the rows
+        `tokens`: sequence -> tokens, which continue where this script's last decode of that sequence ended; or a list
+        of (sequence ids, token, position, output). `outputs`: "last" of each sequence, "all" or "none". `embd`: the rows
         of a table drawn in the child stand for the tokens. `interleave`: tokens of all sequences in turn. `shift`: by
         how much a sequence's positions moved meanwhile.
         """
@@ -119,9 +119,9 @@ class Script:
 
     def keep(self, seq: int, context: int = 0) -> Script:
         """llama_memory_seq_keep."""
-        kept = self.pos(seq, context)
+        before = self.pos(seq, context)
         self._forget(context)
-        self._pos[context, seq] = kept
+        self._pos[context, seq] = before
         return self._add("keep", context, arguments=[seq])
 
     def add(self, seq: int, p0: int, p1: int, shift: int, context: int = 0) -> Script:

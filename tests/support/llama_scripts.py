@@ -58,7 +58,7 @@ def interleaved() -> Script:
 
 
 def fork() -> Script:
-    """A prompt that two, then three sequences go on from; a fork onto a sequence that had a state."""
+    """A prompt that two, then three sequences continue; a fork onto a sequence that had a state."""
     script = Script("fork").decode({0: tokens(20)}).cp(0, 1).cp(0, 3)
     script.decode({0: [11], 1: [12]}).decode({1: [13], 0: [14]}).decode({3: [15]})
     script.decode({2: tokens(9, 1)}).decode({2: [16], 0: [17]})
@@ -120,7 +120,7 @@ def sequence_states(flags: int = 0) -> Script:
     kind = {0: "", PARTIAL: ", partial", ON_DEVICE: ", on the device"}[flags]
     script = Script(f"states of sequences{kind}").decode({0: tokens(20), 1: tokens(9, 1)})
     script.save("one", 1, flags).decode({1: [5], 0: [6]}).decode({0: [7]})
-    if not flags & ON_DEVICE:  # what is kept on the device belongs to its sequence
+    if not flags & ON_DEVICE:  # a state on the device belongs to its sequence
         script.save("none", 3, flags).cp(0, 2).save("shared", 2, flags)
     if flags == 0:
         script.load("one", 3).at(3, 9).decode({3: [5]}).load("shared", 1).at(1, 22).decode({1: [8], 0: [9]})
@@ -191,7 +191,7 @@ def unified() -> Script:
 def rollback() -> Script:
     """n_rs_seq > 0, which llama.cpp sets to 0 for some models: all steps back, beyond, pending twice, saved meanwhile.
 
-    Not further back than the last batch, and no fork before the next one: llama.cpp says yes, and goes on with a state
+    Not beyond the last batch, and no fork before the next one: llama.cpp says yes, and continues with a state
     of another position (test_llama_cases has ours).
     """
     script = Script("rollback", n_rs_seq=3).decode({0: tokens(20), 1: tokens(9, 1)})

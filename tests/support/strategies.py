@@ -77,7 +77,7 @@ def sets_of(draft: Draft | Stride, n_seq_max: int) -> list[list[int]]:
 
 
 def ubatch_of(draft: Draft | Stride, n_seq_max: int, pos_of: Callable[[int], int], first_token: int) -> UBatch:
-    """The ubatch that goes on from ``pos_of(seq_id)`` (-1: empty), with tokens `first_token`, `first_token` + 1, ..."""
+    """The ubatch that continues at ``pos_of(seq_id)`` (-1: empty), with tokens `first_token`, `first_token + 1`, ..."""
     sets = sets_of(draft, n_seq_max)
     n_seq_tokens, jumps = (1, [0]) if isinstance(draft, Stride) else (draft.n_seq_tokens, draft.jumps)
     pos = []

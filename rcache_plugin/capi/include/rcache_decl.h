@@ -17,7 +17,7 @@
 enum rcache_status {
     RCACHE_STATUS_OK            =  0,
     RCACHE_STATUS_NO_SLOT       =  1, /* the ubatch does not fit; nothing has changed */
-    RCACHE_STATUS_REFUSED       =  2, /* seq_rm: there is no way back to that position; nothing has changed */
+    RCACHE_STATUS_REFUSED       =  2, /* seq_rm: that position can't be rolled back to; nothing has changed */
     RCACHE_STATUS_INVALID       = -1, /* the caller's mistake: an id, a range or a struct that can't be */
     RCACHE_STATUS_CLOSED        = -2, /* the cache is closed, was collected, or Python has ended */
     RCACHE_STATUS_ABI           = -3, /* abi_version or struct_size does not match */
@@ -35,17 +35,17 @@ enum rcache_placement {
 };
 
 enum rcache_spec_flags {
-    /* The host keeps something else of a sequence beside its state (an attention cache): a sequence goes back to
-     * checkpoints of its own past only, because what is beside it has no other. */
+    /* A hybrid model: the host has more of a sequence than its state (an attention cache). A sequence then rolls back to
+     * checkpoints of its own lineage only, because the attention cache has no other. */
     RCACHE_SPEC_HYBRID = 1
 };
 
-/* Has `n_tokens` tokens read into a sequence again, from position pos0 on, without outputs; the calls that this takes
- * (prepare, find_slot) are made from inside. The sequence ends at pos0 - 1, and whatever the host keeps beside the state
- * has to be cut to that first. Returns RCACHE_STATUS_OK, or anything else when it could not be done. */
+/* Replays `n_tokens` tokens into a sequence, from position pos0 on, without outputs; it calls prepare and find_slot itself.
+ * The sequence ends at pos0 - 1, and whatever the host has beside the state is to be cut to that first. Returns
+ * RCACHE_STATUS_OK, or anything else when it could not be done. */
 typedef int32_t (*rcache_replay)(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens);
 
-/* What a cache is made from. Everything is read during create; nothing is kept. */
+/* What a cache is made from. Everything is copied during create. */
 struct rcache_spec {
     uint32_t abi_version;          /* RCACHE_ABI_VERSION of the host */
     uint32_t struct_size;          /* sizeof(struct rcache_spec) */
@@ -146,11 +146,11 @@ struct rcache_vtable {
     float   (*s_mask)(void * user, int32_t i);
 
     /* The graph that was to work on the last slot failed. Sequences whose row it may have half written lose their states:
-     * they are empty, and refuse a step above position 0 until they were removed or have gone back (seq_rm). */
+     * they are empty, and refuse a step above position 0 until they were removed or rolled back (seq_rm). */
     int32_t (*discard_slot)(void * user);
 
-    /* Positions are half open, [p0, p1); p0 < 0 is 0, p1 < 0 is the end. seq_rm of the end of a sequence goes back to the
-     * nearest checkpoint, and has what is missing from there read again if the host has set a replay. */
+    /* Positions are half open, [p0, p1); p0 < 0 is 0, p1 < 0 is the end. seq_rm of the end of a sequence rolls it
+     * back: to the nearest checkpoint, and by a replay of the tokens from there on, if the host has set one. */
     int32_t (*seq_rm)(void * user, int32_t seq_id, int32_t p0, int32_t p1); /* seq_id < 0: every sequence */
     int32_t (*seq_cp)(void * user, int32_t seq_id_src, int32_t seq_id_dst, int32_t p0, int32_t p1);
     int32_t (*seq_keep)(void * user, int32_t seq_id);
@@ -159,7 +159,7 @@ struct rcache_vtable {
     int32_t (*seq_pos_min)(void * user, int32_t seq_id, int32_t * pos); /* -1: the sequence is empty */
     int32_t (*seq_pos_max)(void * user, int32_t seq_id, int32_t * pos);
 
-    /* data != 0 also sets every row to zero, and lets all checkpoints go. */
+    /* data != 0 also sets every row to zero, and ends all checkpoints. */
     int32_t (*clear)(void * user, int32_t data);
 
     /* 1: positions may be shifted (seq_add); 0: no. */
@@ -185,15 +185,15 @@ struct rcache_vtable {
     /* The host will not call again: `user` and the table are freed (now, or when Python lets go of them). */
     void (*destroy)(void * user);
 
-    /* How the host reads tokens again; NULL: not at all. `data` is its first argument. */
+    /* How the host replays tokens; NULL: not at all. `data` is its first argument. */
     int32_t (*set_replay)(void * user, rcache_replay replay, void * data);
 
-    /* This is a place to come back to: keeps a checkpoint of a sequence as it is, if there is a cell for it. REFUSED:
-     * there is none. */
+    /* Makes a checkpoint of a sequence as it is: a place to roll back to. It may be evicted for later ones. REFUSED: there
+     * is no cell for it. */
     int32_t (*mark)(void * user, int32_t seq_id);
 };
 
-/* How a host makes caches. Valid for the life of the process. */
+/* How a host makes caches. Valid for the lifetime of the process. */
 struct rcache_factory {
     uint32_t abi_version;
     uint32_t struct_size;          /* sizeof(struct rcache_factory) */

@@ -17,7 +17,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("run", help="generate text with a Mamba GGUF", description=_run.__doc__)
     parser.set_defaults(command=_run)
     parser.add_argument("-m", "--model", type=Path, metavar="FILE", help="GGUF file (default: the bundled model)")
-    parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to go on with; - reads stdin")
+    parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads stdin")
     parser.add_argument("-n", "--n-predict", type=_int(0), default=128, metavar="N", help="tokens to generate (128)")
     parser.add_argument("--seqs", type=_int(1), default=1, metavar="K", help="continue the prompt in K sequences (1)")
     parser.add_argument("--temp", type=_temperature, default=0.8, metavar="T", help="temperature; 0 is greedy (0.8)")

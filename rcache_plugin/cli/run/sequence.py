@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...errors import counted
+
 if TYPE_CHECKING:
     from ...hosts.mamba.tokenizer import StreamDecoder
 
@@ -29,7 +31,7 @@ class Sequence:
         self.rng = np.random.default_rng(self.seed)
 
     def take(self, token: int, stop_ids: Container[int]) -> str:
-        """Goes on with `token`, or ends with it; returns the text that it makes whole."""
+        """Continues with `token`, or ends with it; returns the text that it makes whole."""
         self.token = token
         self.ended = token in stop_ids
         return "" if self.ended else self.decoder.push(token)
@@ -46,9 +48,9 @@ class Figures:
 
     def lines(self, n_seqs: int) -> Iterator[str]:
         """The lines for stderr."""
-        yield f"prefill: {self.n_prompt} tokens, {_rate(self.n_prompt, self.prompt_seconds)}"
+        yield f"prefill: {counted(self.n_prompt, 'token')}, {_rate(self.n_prompt, self.prompt_seconds)}"
         rate = _rate(self.n_decoded, self.decode_seconds)
-        yield f"decode:  {self.n_decoded} tokens, {rate}" + (f" in {n_seqs} sequences" if n_seqs > 1 else "")
+        yield f"decode:  {counted(self.n_decoded, 'token')}, {rate}" + (f" in {n_seqs} sequences" if n_seqs > 1 else "")
 
 
 def _rate(n_tokens: int, seconds: float) -> str:

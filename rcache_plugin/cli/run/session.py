@@ -12,7 +12,7 @@ import numpy as np
 
 from ...cells.batch import Batch
 from ...cells.ubatch import Float32Array
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, counted
 from ...hosts.mamba import MambaContext, MambaModel
 from ...hosts.mamba.sampling import sample
 from .cells import show_cells
@@ -86,7 +86,7 @@ class Session:
             self._print(self.prompt_text)
         if self.logits is None:
             return
-        self._show_cells(f"prompt: {self.pos} tokens")
+        self._show_cells(f"prompt: {counted(self.pos, 'token')}")
         for sequence in self.sequences[1:]:
             self.context.table.seq_cp(0, sequence.seq_id)
         if len(self.sequences) > 1:

@@ -4,8 +4,8 @@
     rcache_plugin.hosts.llama.install()     # before the first import of llama_cpp
     import llama_cpp
 
-or ``from rcache_plugin.hosts.llama import Llama``, or ``python -m rcache_plugin exec script.py``. How the class is
-replaced is told in docs/llama-host.md. Models without recurrent layers never come here.
+or ``from rcache_plugin.hosts.llama import Llama``, or ``python -m rcache_plugin exec script.py``. docs/llama-host.md
+says how the class is replaced. Models without recurrent layers run without a cache.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class HostOrderError(RcacheError, ImportError):
 
 
 class _Host:
-    """What `install` has put into this process; there is one libllama, so there is one of these."""
+    """What `install` has loaded into this process: once, since a process has one libllama."""
 
     def __init__(self, found: LlamaInstall, adapter: Any, libllama: Any, ggml: GgmlLib) -> None:
         self.found = found
@@ -87,7 +87,7 @@ def install(*, adapter: str | os.PathLike[str] | None = None, **options: Any) ->
     `options` are the fields of `Options`.
 
     With ``placement="classic", consecutive_seq_ids=True, checkpoint_cells=0`` everything equals stock llama.cpp to the
-    last bit; the defaults are faster when several sequences are at work, can go back, and are equal up to rounding.
+    last bit; the defaults are faster with several sequences, can roll back, and are equal up to rounding.
 
     The adapter is built when this machine has not built it yet (`adapter.build.build`, some seconds); `adapter` names a
     built one instead. Raises `HostOrderError` when llama_cpp or ggml is in the process already, `LlamaBuildError` when
@@ -165,7 +165,7 @@ def _load(found: LlamaInstall, path: Path) -> _Host:
     adapter = ffi.dlopen(str(path), os.RTLD_GLOBAL | os.RTLD_LAZY)
     version = adapter.rcache_llama_abi_version()
     if version != ABI_VERSION:
-        raise AbiMismatch(f"{path} speaks version {version} of the interface, this is {ABI_VERSION}: build it again")
+        raise AbiMismatch(f"{path} has version {version} of the interface, this is {ABI_VERSION}: build it again")
     libllama = ctypes.CDLL(str(found.libllama), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
     host = _Host(found, adapter, libllama, GgmlLib.find(found.libllama.parent))
     adapter.rcache_llama_set_factory(ffi.cast("const void *", new_factory(host.create)))

@@ -1,4 +1,4 @@
-"""`Llama`, a drop-in for `llama_cpp.Llama` that reads no prompt twice. Imported after `hosts.llama.install` only."""
+"""`Llama`, a drop-in for `llama_cpp.Llama` with a prefix cache. Imported after `hosts.llama.install` only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import numpy as np
 from ...cache import RecurrentCache
 from ...capi.vtable import AwaitErrors, take_pending
 from ...checkpoints.history import common_prefix
+from ...errors import counted
 from .host import context_options
 from .options import PROMPT_TAIL_FROM, Options
 
 log = logging.getLogger(__name__)
 
 LEAST_PART = 32
-"""A prompt is read up to a place worth a checkpoint, and then on, when that place is at least so many tokens away."""
+"""The prefill of a prompt stops at a place worth a checkpoint when that is at least so many tokens away."""
 _OPTIONS = tuple(field.name for field in fields(Options))
 
 
@@ -29,8 +30,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     """`llama_cpp.Llama` on this package's cache: the same arguments, and the fields of `hosts.llama.Options` besides.
 
     `rcache` is the `RecurrentCache` of its context; None for a model without recurrent layers. With cells for
-    checkpoints (the default) prompts go on from whatever state of an earlier one fits, also after `reset`, and from
-    another conversation; hybrid models go on from the last conversation only, because their attention half does.
+    checkpoints (the default) a prompt continues from its longest prefix that any state has read, also after `reset`
+    and from another conversation. Hybrid models continue the last conversation only, because their attention half does.
     """
 
     rcache: RecurrentCache | None = None
@@ -40,7 +41,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         for name in _OPTIONS:
             kwargs.pop(name, None)
         self._given = given
-        self._borders: tuple[list[int], list[int]] = [], []  # of messages in a prompt to come, and that prompt
+        self._borders: tuple[list[int], list[int]] = [], []  # between messages of the next prompt, and that prompt
         with context_options(**given) as made:
             super().__init__(*args, **kwargs)
         self.rcache = made[-1] if made else None
@@ -48,22 +49,22 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **self._given}
 
-    # what is there
+    # checkpoints
 
     @property
-    def _keeps(self) -> bool:
+    def _has_checkpoints(self) -> bool:
         return self.rcache is not None and self.rcache.checkpoints.n_cells > 0 and not self.rcache.closed
 
     @property
-    def _crosses(self) -> bool:
-        """Whether a state of any conversation will do."""
-        return self._keeps and self.rcache is not None and not self.rcache.checkpoints.hybrid
+    def _shares_checkpoints(self) -> bool:
+        """Whether a checkpoint serves every conversation, not only its own."""
+        return self._has_checkpoints and self.rcache is not None and not self.rcache.checkpoints.hybrid
 
-    # llama_cpp.Llama's own
+    # methods of llama_cpp.Llama
 
     def reset(self) -> None:
         """As `llama_cpp.Llama.reset`. Checkpoints stay, unless the model is a hybrid."""
-        if not self._crosses:
+        if not self._shares_checkpoints:
             super().reset()
             return
         self.n_tokens = 0
@@ -71,24 +72,24 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         llama_cpp.llama_memory_clear(self._ctx.memory, False)
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """As `llama_cpp.Llama.eval`. The last token of a prompt is read by itself.
+        """As `llama_cpp.Llama.eval`. The last token of a prompt has a step of its own.
 
-        After a step that failed or was interrupted the context is brought to where `n_tokens` says first. What an error
-        of the cache was stands as the ``__cause__`` of the `RuntimeError`.
+        After a step that failed or was interrupted, the context is first synchronised with `n_tokens`. An error of the
+        cache is the ``__cause__`` of the `RuntimeError`.
         """
-        self._agree()
+        self._sync_context()
         # in pure models the adapter does it too, for batches that are long enough
-        split = not self._crosses or len(tokens) % self.n_batch < PROMPT_TAIL_FROM
-        if self._keeps and len(tokens) >= PROMPT_TAIL_FROM and split:
+        split = not self._shares_checkpoints or len(tokens) % self.n_batch < PROMPT_TAIL_FROM
+        if self._has_checkpoints and len(tokens) >= PROMPT_TAIL_FROM and split:
             self._eval(tokens[:-1])
             self._eval(tokens[-1:])
         else:
             self._eval(tokens)
 
     def _eval(self, tokens: Sequence[int]) -> None:
-        """As `llama_cpp.Llama.eval`; what an error of the cache was stands as the ``__cause__`` of its `RuntimeError`.
+        """As `llama_cpp.Llama.eval`; an error of the cache is the ``__cause__`` of its `RuntimeError`.
 
-        An interrupt that hit the cache's code is raised as itself.
+        An interrupt in the cache's code is raised as itself.
         """
         if self.rcache is None:
             super().eval(tokens)
@@ -102,28 +103,28 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 raise cause from None
             raise error from cause
         cause = take_pending(self.rcache)
-        if cause is not None:  # llama.cpp went on all the same
-            log.error("a call of llama.cpp's failed: %s", cause, exc_info=cause)
+        if cause is not None:  # llama.cpp has ignored it
+            log.error("a call by llama.cpp failed: %s", cause, exc_info=cause)
 
     def save_state(self) -> Any:
         """As `llama_cpp.Llama.save_state`."""
-        self._agree()
+        self._sync_context()
         return super().save_state()
 
     def load_state(self, state: Any) -> None:
         """As `llama_cpp.Llama.load_state`; the cache is told what the state has read."""
         super().load_state(state)
         cache = self.rcache
-        if cache is not None and self._keeps and cache.seq_pos_max(0) == self.n_tokens - 1:
+        if cache is not None and self._has_checkpoints and cache.seq_pos_max(0) == self.n_tokens - 1:
             cache.checkpoints.set_tokens(0, self.input_ids[: self.n_tokens])
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
-        """As `llama_cpp.Llama.generate`, from the longest part of `tokens` that any state has read."""
+        """As `llama_cpp.Llama.generate`, from the longest prefix of `tokens` that any state has read."""
         prompt = list(tokens)
         reset = args[6] if len(args) > 6 else kwargs.get("reset", True)
         (borders, bordered), self._borders = self._borders, ([], [])
         cache = self.rcache
-        if cache is None or not self._keeps or not prompt:
+        if cache is None or not self._has_checkpoints or not prompt:
             yield from super().generate(prompt, *args, **kwargs)
             return
         before = cache.stats()
@@ -145,26 +146,26 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                     return
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `llama_cpp.Llama.create_chat_completion`; the borders of the messages are places to come back to."""
-        if self._keeps:
+        """As `llama_cpp.Llama.create_chat_completion`; there are checkpoints at the borders of messages."""
+        if self._has_checkpoints:
             self._borders = self._find_borders(list(messages), kwargs)
         return super().create_chat_completion(messages, *args, **kwargs)
 
-    # being where `n_tokens` says
+    # synchronisation
 
-    def _agree(self) -> None:
+    def _sync_context(self) -> None:
         """Lets the context have read what `n_tokens` counts: a step may have failed, or ended before it was counted."""
         cache = self.rcache
-        if cache is None or not self._keeps or cache.seq_pos_max(0) == self.n_tokens - 1:
+        if cache is None or not self._has_checkpoints or cache.seq_pos_max(0) == self.n_tokens - 1:
             return
         wanted = self.input_ids[: self.n_tokens].copy()
         known, at = cache.checkpoints.tokens(0), cache.seq_pos_max(0) + 1
         self._ctx.kv_cache_seq_rm(0, self.n_tokens, -1)
         if len(known) < at or (at == 0 and 0 < len(known) < self.n_tokens):
-            return  # it has read more than text (an image), which can't be read again from here
+            return  # it has read more than text (an image), which can't be replayed from here
         at = cache.seq_pos_max(0) + 1
         if at != self.n_tokens:
-            log.debug("no way back to %d tokens, they are read anew", self.n_tokens)
+            log.debug("no rollback to %s: prefilling", counted(self.n_tokens, "token"))
             if 0 < at < len(wanted) and np.array_equal(cache.checkpoints.tokens(0), wanted[:at]):
                 self.n_tokens = at
             else:
@@ -172,26 +173,26 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             super().eval(wanted[self.n_tokens :].tolist())
             self._requires_eval = True
 
-    # reading no prompt twice
+    # prefix cache
 
     def _prepare(self, cache: RecurrentCache, prompt: list[int], borders: list[int]) -> None:
-        """Brings the context to the longest known part of the prompt, and on to places worth a checkpoint."""
+        """Restores the longest known prefix of the prompt; prefills from there to places worth a checkpoint."""
         most = len(prompt) - 1  # the last token has to be read for its logits
         at = cache.seq_pos_max(0) + 1
         if at > self.n_tokens or at == 0:
-            self._requires_eval = True  # the logits that are there may be of a token that was never counted
+            self._requires_eval = True  # the last logits may be of a token that was never counted
         live = common_prefix(self._input_ids, prompt)
         if live == len(prompt) == self.n_tokens and not self._requires_eval:
             return  # read whole already
         at = cache.checkpoints.resume(0, prompt[:most])
         if not at:
             # the context may have read more than this object has seen: a state that was loaded
-            at = self._go_back(cache, min(max(live, common_prefix(cache.checkpoints.tokens(0), prompt)), most))
+            at = self._roll_back(cache, min(max(live, common_prefix(cache.checkpoints.tokens(0), prompt)), most))
         if at:
             self.input_ids[:at] = prompt[:at]
             self.n_tokens = at
             self._requires_eval = True
-        places = [*borders, cache.checkpoints.known_prefix(prompt[:most]) if self._crosses else 0]
+        places = [*borders, cache.checkpoints.known_prefix(prompt[:most]) if self._shares_checkpoints else 0]
         for place in sorted({each for each in places if at + LEAST_PART <= each < most}):
             if not at:
                 self.reset()
@@ -199,8 +200,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             cache.checkpoints.mark(0)
             at = place
 
-    def _go_back(self, cache: RecurrentCache, n_tokens: int) -> int:
-        """Goes back to at most `n_tokens` of the tokens read: returns how many these are, 0 if there is no way."""
+    def _roll_back(self, cache: RecurrentCache, n_tokens: int) -> int:
+        """Rolls back to at most the first `n_tokens` tokens; returns how many are left, 0 if that is not possible."""
         if n_tokens and self._ctx.kv_cache_seq_rm(0, n_tokens, -1):
             return n_tokens if cache.seq_pos_max(0) == n_tokens - 1 else 0
         nearest = cache.checkpoints.nearest(seq_id=0, pos=n_tokens - 1) if n_tokens else None
@@ -216,8 +217,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         cache.checkpoints.count_prompt(n_asked, reused)
         if self.verbose:
             print(
-                f"rcache: prompt of {n_asked} tokens: {reused} reused, {replayed} replayed, {read} read; "
-                f"{after.checkpoints} checkpoints in {after.bytes / 2**20:.1f} MiB",
+                f"rcache: prompt of {counted(n_asked, 'token')}: {reused} reused, {replayed} replayed, {read} read; "
+                f"{counted(after.checkpoints, 'checkpoint')} in {after.bytes / 2**20:.1f} MiB",
                 file=sys.stderr,
             )
 
@@ -247,7 +248,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         except _Prompt as found:
             return found.tokens
         except Exception as error:  # templates may refuse a part of a conversation, in their own ways
-            log.debug("the chat template makes no prompt of the first %d messages: %s", len(messages), error)
+            log.debug("the chat template makes no prompt of %s: %s", counted(len(messages), "message"), error)
         return None
 
 
@@ -263,7 +264,7 @@ class _Listener:
     """Stands in for a `Llama` before a chat handler, to learn what prompt it makes."""
 
     _REFUSED = frozenset(("_batch", "_ctx", "ctx", "eval", "generate", "load_state", "reset", "sample", "set_cache"))
-    """Handlers of images read them on the way to the prompt; nothing is to be read here."""
+    """Handlers of images decode them while they make the prompt; nothing is decoded here."""
 
     def __init__(self, llama: Llama) -> None:
         self._llama = llama
@@ -274,7 +275,7 @@ class _Listener:
         return getattr(self._llama, name)
 
     def create_completion(self, prompt: Any, **_: Any) -> Any:
-        """Tells the prompt instead of completing it."""
+        """Raises `_Prompt` instead of completing it."""
         if isinstance(prompt, str):
             prompt = self._llama.tokenize(prompt.encode("utf-8"), add_bos=True, special=True)
         raise _Prompt(list(prompt))

@@ -8,8 +8,8 @@ from ...cells.slots import COMPACT
 from ...checkpoints.policy import cells_within, default_checkpoint_cells
 
 PROMPT_TAIL, PROMPT_TAIL_FROM = 1, 32
-"""With checkpoints: the last token of a prompt is read by itself when the prompt has at least so many, so that there is
-a state of just before it for those who ask the same again."""
+"""With checkpoints: the last token of a prompt has a step of its own when the prompt has at least so many. There is a
+checkpoint before it then, and the same prompt again costs one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Options:
     spare_cells: int = 0
     """Cells beyond one for each sequence."""
     checkpoint_cells: int | None = None
-    """Cells for checkpoints; 0: none are made, and a sequence can't go back. None: `checkpoint_bytes` decides."""
+    """Cells for checkpoints; 0: none are made, and a sequence can't roll back. None: `checkpoint_bytes` decides."""
     checkpoint_bytes: int | None = None
     """Memory for checkpoints. None: 16 cells, or as many as 256 MiB hold, but at least 2."""
     checkpoint_interval: int = 512
     """Tokens between two checkpoints of a long text."""
     max_replay: int | None = None
-    """The most tokens that are read again when a sequence goes back to where no checkpoint is; None: no limit."""
+    """The most tokens that a rollback replays; None: no limit."""
 
     def cells_for_checkpoints(self, state_bytes: int) -> int:
         """How many cells of `state_bytes` bytes checkpoints get."""

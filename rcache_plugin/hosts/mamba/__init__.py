@@ -1,6 +1,6 @@
 """The reference host: a Mamba-1 GGUF on ggml's CPU backend, with its states in a recurrent-state cache.
 
-It talks to the cache through the C table only, as a host written in C would. Models are read-only and may be shared; a
+It calls the cache through the C table only, as a host written in C would. Models are read-only and may be shared; a
 context is for one thread at a time.
 """
 

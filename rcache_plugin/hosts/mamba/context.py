@@ -18,7 +18,7 @@ from ...capi.client import TableClient
 from ...capi.vtable import HostVTable
 from ...cells.batch import Batch, out_ids, split_equal
 from ...cells.ubatch import BoolArray, Float32Array, UBatch
-from ...errors import ClosedError, InvalidArgument, RcacheError, Status
+from ...errors import ClosedError, InvalidArgument, RcacheError, Status, counted
 from ...memory.ggml import GgmlLib
 from .args import check_embd, check_tokens, flags_of, flags_of_batch, token_ids
 from .model import MambaModel
@@ -95,7 +95,7 @@ class MambaContext:
             self.table = TableClient(table)
             n_layer = self.table.info().n_layer
             if n_layer != model.n_layer:
-                raise InvalidArgument(f"the cache is for {n_layer} layers, the model has {model.n_layer}")
+                raise InvalidArgument(f"the cache is for {counted(n_layer, 'layer')}, the model has {model.n_layer}")
             self._runner = Runner(model.params, model._weights, self.table, n_ubatch, self.n_threads)
             owned.callback(self._runner.close)
         except BaseException:
@@ -104,7 +104,7 @@ class MambaContext:
         self._release = weakref.finalize(self, owned.close)
         model._contexts.add(self)
 
-    # life
+    # lifetime
 
     @property
     def closed(self) -> bool:
@@ -219,7 +219,8 @@ class MambaContext:
             batch = Batch(batch.tokens, batch.pos, batch.seq_ids, flags, batch.embd)
         ubatches = split_equal(batch, self.n_ubatch, self.consecutive_seq_ids)
         if not self.table.prepare(ubatches):
-            raise self._full(f"{batch.n_tokens} tokens in {len(ubatches)} ubatches")
+            pieces = "1 ubatch" if len(ubatches) == 1 else f"{len(ubatches)} ubatches"
+            raise self._full(f"{counted(batch.n_tokens, 'token')} in {pieces}")
         ids = out_ids(ubatches)
         row_of = np.empty(ids.size, dtype=np.int64)
         row_of[np.argsort(ids)] = np.arange(ids.size)
@@ -243,7 +244,7 @@ class MambaContext:
                 self.table.discard_slot()
             raise
         if slot is None:
-            raise self._full(f"a ubatch of {ubatch.n_seqs} sequences")
+            raise self._full(f"a ubatch of {counted(ubatch.n_seqs, 'sequence')}")
         try:
             return self._runner.run(ubatch, slot, self.table.s_copy(slot.n))
         except BaseException:
@@ -254,6 +255,6 @@ class MambaContext:
     def _full(self, what: str) -> CacheFull:
         info = self.table.info()
         return CacheFull(
-            f"{what} do not fit: {info.used} of {info.size} cells are in use and n_seq_max is {info.n_seq_max}; "
+            f"no room for {what}: {info.used} of {info.size} cells are in use and n_seq_max is {info.n_seq_max}; "
             f"remove a sequence, or make the context with a larger n_cells"
         )

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ...errors import ModelError
+from ...errors import ModelError, counted
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -160,7 +160,7 @@ def _tensor_info(cursor: _Cursor, i: int) -> TensorInfo:
     name = cursor.string(f"name of tensor {i}", _MAX_NAME)
     n_dims = cursor.number("I", f"tensor {name}: dimensions")
     if not 1 <= n_dims <= 4:
-        raise cursor.error(f"tensor {name} has {n_dims} dimensions")
+        raise cursor.error(f"tensor {name} has {counted(n_dims, 'dimension')}")
     shape = tuple(cursor.number("Q", f"tensor {name}: shape") for _ in range(n_dims))
     type_id = cursor.number("I", f"tensor {name}: type")
     offset = cursor.number("Q", f"tensor {name}: offset")
@@ -191,7 +191,8 @@ class _Cursor:
     def take(self, n_bytes: int, what: str) -> bytes:
         data = self.file.read(n_bytes) if n_bytes <= self.size - self.at else b""
         if len(data) != n_bytes:
-            raise self.error(f"truncated: {what} needs {n_bytes} bytes at {self.at}, the file has {self.size}")
+            needed = counted(n_bytes, "byte")
+            raise self.error(f"truncated: {what} needs {needed} at {self.at}, the file has {self.size}")
         self.at += n_bytes
         return data
 

@@ -181,10 +181,10 @@ class _Builder:
         """
         g, ctx, p = self.g, self.ctx, self.params
         n_t, n_s, n_kept = self.shape.n_seq_tokens, self.shape.n_seqs, p.d_conv - 1
-        kept = self._expand(g.ggml_get_rows(ctx, r, self.src))
+        history = self._expand(g.ggml_get_rows(ctx, r, self.src))
         moved = self._gather_moved(r)
-        kept = g.ggml_reshape_3d(ctx, kept, n_kept, p.d_inner, n_s)
-        seen = g.ggml_concat(ctx, kept, g.ggml_transpose(ctx, u), 0)
+        history = g.ggml_reshape_3d(ctx, history, n_kept, p.d_inner, n_s)
+        seen = g.ggml_concat(ctx, history, g.ggml_transpose(ctx, u), 0)
         nb = seen.contents.nb
         tail = g.ggml_view_3d(ctx, seen, n_kept, p.d_inner, n_s, nb[1], nb[2], n_t * nb[0])
         tail = g.ggml_cont_2d(ctx, tail, n_kept * p.d_inner, n_s)

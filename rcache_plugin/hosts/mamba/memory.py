@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import AllocationError, BackendError, InvalidArgument
+from ...errors import AllocationError, BackendError, InvalidArgument, counted
 from .weights import cpu_buft, load_ggml
 
 
@@ -66,7 +66,8 @@ class Inputs:
                 self.tensors[name] = tensor
             self._buffer = g.ggml_backend_alloc_ctx_tensors_from_buft(self._context, cpu_buft())
             if not self._buffer:
-                raise AllocationError(f"the CPU could not allocate the inputs of {n_ubatch} tokens, {n_cells} rows")
+                tokens, rows = counted(n_ubatch, "token"), counted(n_cells, "row")
+                raise AllocationError(f"the CPU could not allocate the inputs of {tokens}, {rows}")
             self.token = array_on(self.tensors["token"], np.int32, (n_ubatch,))
             self.embd = array_on(self.tensors["embd"], np.float32, (n_ubatch, n_embd))
             self.src = array_on(self.tensors["src"], np.int32, (n_cells,))

@@ -56,7 +56,7 @@ class Runner:
         """Frees graphs, inputs, the compute buffer and the backend, in this order."""
         self._owned.close()
 
-    # the cache's tensors
+    # tensors
 
     def bind(self) -> None:
         """Takes up the state tensors of the cache, again if they have changed (a resize makes new ones).
@@ -158,11 +158,11 @@ class Runner:
         return logits
 
     def _graph(self, shape: GraphShape) -> tuple[Graph, Float32Array | None]:
-        kept = self._graphs.get(shape)
-        if kept is not None:
+        earlier = self._graphs.get(shape)
+        if earlier is not None:
             self._graphs.move_to_end(shape)
             self.n_graph_reuses += 1
-            return kept
+            return earlier
         graph = self._build(shape)
         try:
             moved = self._allocator.place(graph.cgraph)

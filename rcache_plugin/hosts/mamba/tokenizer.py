@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidArgument, ModelError
+from ...errors import InvalidArgument, ModelError, counted
 
 _MODEL = "gpt2"
 # Names of tokenizer.ggml.pre whose words are split as GPT-2 does it. "mpt" and "olmo" stand in converted GPT-NeoX
@@ -70,7 +70,7 @@ class Tokenizer:
             raise self._error(f"tokenizer.ggml.model is {kind!r}, supported is {_MODEL!r} (byte-level BPE)")
         self._tokens = self._strings("tokenizer.ggml.tokens")
         if len(self._tokens) > n_vocab:
-            raise self._error(f"tokenizer.ggml.tokens has {len(self._tokens)} tokens, the model {n_vocab}")
+            raise self._error(f"tokenizer.ggml.tokens has {counted(len(self._tokens), 'token')}, the model {n_vocab}")
         types = fields.get("tokenizer.ggml.token_type")
         if types is None:
             types = np.full(len(self._tokens), _NORMAL)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import AllocationError, BackendError, GgmlNotFound, ModelError
+from ...errors import AllocationError, BackendError, GgmlNotFound, ModelError, counted
 from .gguf import GgufFile, TensorInfo
 
 ARCHITECTURE = "mamba"
@@ -156,7 +156,8 @@ def checked_tensors(file: GgufFile, params: MambaParams) -> list[TensorInfo]:
     layer = params.layer_shapes()
     for il in range(params.n_layer):
         if f"blk.{il}.attn_norm.weight" not in file.tensors:  # a wrong count must not make a list of billions
-            raise ModelError(f"{file.path}: tensor blk.{il}.attn_norm.weight is missing ({params.n_layer} layers)")
+            n_layer = counted(params.n_layer, "layer")
+            raise ModelError(f"{file.path}: tensor blk.{il}.attn_norm.weight is missing ({n_layer})")
         wanted |= {f"blk.{il}.{name}": shape for name, shape in layer.items()}
     for name, shape in wanted.items():
         info = file.tensors.get(name)

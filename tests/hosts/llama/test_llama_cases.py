@@ -1,4 +1,4 @@
-"""What users of recurrent and hybrid models run into, on llama-cpp-python with our cache.
+"""Proves what users of recurrent and hybrid models see in llama-cpp-python with our cache, case by case.
 
 A test marked with `case` is a generator: it adds operations to a script, yields, and is given what they did. All
 scripts of a model run in one child, before the first of these tests. "Fresh" is the same tokens in a new context.
@@ -143,7 +143,7 @@ def test_a_full_clear_works_after_a_refusal(script: Script) -> Generator[None, T
 
 @case(ROLLING_BACK, n_rs_seq=4)
 def test_a_batch_that_was_undone_is_undone_or_the_removal_refused(script: Script) -> Generator[None, Trace, None]:
-    """llama.cpp accepts it, and goes on with the state of another position."""
+    """llama.cpp accepts it, and continues with the state of another position."""
     script.decode({0: tokens(10)}).decode({0: tokens(4, 1)}, outputs="all").rm(0, 10, -1)
     script.at(0, 10).decode({0: tokens(4, 1)}, outputs="all").at(0, 14).decode({0: [5]})
     script.new(1).decode({0: tokens(10)}, context=1).decode({0: tokens(4, 1)}, outputs="all", context=1)
@@ -208,8 +208,8 @@ def test_single_tokens_are_taken_back_rightly_or_not_at_all(script: Script) -> G
 
 
 @case(ROLLING_BACK, n_rs_seq=3)
-def test_a_fork_of_a_sequence_that_went_back_goes_on_from_there(script: Script) -> Generator[None, Trace, None]:
-    """llama.cpp forgets that the fork went back."""
+def test_a_fork_of_a_rolled_back_sequence_continues_from_there(script: Script) -> Generator[None, Trace, None]:
+    """llama.cpp forgets that the fork was rolled back."""
     script.decode({0: tokens(9)}).rm(0, 7, -1).cp(0, 3).at(0, 7).at(3, 7).decode({0: [5]}).decode({3: [5]})
     script.clear().decode({0: tokens(9)}).rm(0, 7, -1).at(0, 7).cp(0, 3).decode({3: [5], 0: [6]})
     script.clear().decode({0: tokens(9)}).rm(0, 7, -1).save("x", 0).load("x", 2).at(2, 7).decode({2: [5]})
@@ -384,11 +384,11 @@ def test_any_sequence_is_all_or_nothing(script: Script) -> Generator[None, Trace
     """llama.cpp refuses negative ids; what we answer has to fit what was done."""
     script.decode({0: tokens(5), 1: tokens(4, 1)}).rm(-1, 2, -1).rm(-1, 3, 3).rm(-1, 0, -1)
     trace = yield
-    kept, empty = [[4, 4], [3, 3]], [[-1, -1], [-1, -1]]
+    unchanged, empty = [[4, 4], [3, 3]], [[-1, -1], [-1, -1]]
     partial, nothing, everything = trace.of("rm")
-    assert (partial["rc"], partial["positions"][:2]) == (False, kept)
-    assert nothing["positions"][:2] == kept
-    assert everything["positions"][:2] == (empty if everything["rc"] else kept)
+    assert (partial["rc"], partial["positions"][:2]) == (False, unchanged)
+    assert nothing["positions"][:2] == unchanged
+    assert everything["positions"][:2] == (empty if everything["rc"] else unchanged)
 
 
 @case()
@@ -708,12 +708,12 @@ def test_operations_that_raise_are_refusals(model_path: Callable[[str], str]) ->
         machine.new(0)
         assert machine.decode(rows({0: tokens(20)}))[0] == 0
         state = machine.save(0, 0)
-        kept = {}
+        originals = {}
         names = ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "clear", "state_write", "state_read")
         for name in [n for n in names if hasattr(RecurrentCache, n)]:
             def failing(self, *arguments, **options):
                 raise RuntimeError(name)
-            kept[name] = getattr(RecurrentCache, name)
+            originals[name] = getattr(RecurrentCache, name)
             setattr(RecurrentCache, name, failing)
         lib, memory = machine.lib, machine.memory(0)
         assert lib.llama_memory_seq_rm(memory, 0, -1, -1) is False
@@ -722,9 +722,9 @@ def test_operations_that_raise_are_refusals(model_path: Callable[[str], str]) ->
         lib.llama_memory_seq_add(memory, 0, 0, -1, 4)
         lib.llama_memory_seq_div(memory, 0, 0, -1, 2)
         lib.llama_memory_clear(memory, True)
-        assert machine.load(state, 0, 0) == 0 or "state_read" not in kept
-        assert machine.save(0, 0) == b"" or "state_write" not in kept
-        for name, method in kept.items():
+        assert machine.load(state, 0, 0) == 0 or "state_read" not in originals
+        assert machine.save(0, 0) == b"" or "state_write" not in originals
+        for name, method in originals.items():
             setattr(RecurrentCache, name, method)
         assert machine.positions(0)[0] == [19, 19]
         status, logits, _ = machine.decode(rows({0: [5]}, 20))
@@ -809,7 +809,7 @@ def test_states_cut_or_changed_anywhere_are_refused(model_path: Callable[[str], 
 
 @pytest.mark.parametrize("model", [*HYBRIDS, "lfm2-swa"])
 def test_a_restore_that_fails_in_either_half_leaves_neither(model_path: Callable[[str], str], model: str) -> None:
-    """Wherever the state is cut, in memory or in a file; others are what they were. Stock goes on from a half here."""
+    """Wherever the state is cut, in memory or in a file; others are what they were. Stock continues from a half."""
     _run(
         model_path,
         """
@@ -1025,10 +1025,10 @@ def test_contexts_of_high_level_objects_may_go_in_any_order(model_path: Callable
         assert second.closed
         made[0].close()
         assert made[1]("hello", max_tokens=8, temperature=0)["choices"][0]["text"] == texts[0]
-        kept = made[1].rcache
+        second = made[1].rcache
         made.clear()
         gc.collect()
-        assert kept.closed and host.caches() == ()
+        assert second.closed and host.caches() == ()
         """,
         env=llama_child.QUIET,
         timeout=120,
@@ -1127,7 +1127,7 @@ def test_importing_the_host_imports_neither_library() -> None:
 
 # --- llama_cpp.Llama, as users call it ------------------------------------------------------------------------------
 
-TALK = """
+CONVERSATION = """
     import sys
     if sys.argv[1:] == ["ours"] or MODE == "ours":
         import rcache_plugin.hosts.llama as host
@@ -1163,11 +1163,11 @@ TALK = """
 
 
 @pytest.mark.parametrize("model", ["mamba", "granite-hybrid", "qwen35"])
-def test_a_talk_gives_the_same_text_as_stock(model_path: Callable[[str], str], model: str) -> None:
-    """Without checkpoints: text, and the number of tokens that were read first, of a talk in many turns."""
+def test_a_conversation_gives_the_same_text_as_stock(model_path: Callable[[str], str], model: str) -> None:
+    """Without checkpoints: text, and the number of tokens that were read first, of a conversation in many turns."""
     head = f"    MODEL = {model_path(model)!r}\n"
     stock, ours = (
-        children.run_code(head + f"    MODE = {mode!r}\n" + TALK, env=llama_child.QUIET, timeout=120)
+        children.run_code(head + f"    MODE = {mode!r}\n" + CONVERSATION, env=llama_child.QUIET, timeout=120)
         for mode in ("stock", "ours")
     )
     assert ours == stock

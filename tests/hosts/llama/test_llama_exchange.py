@@ -1,4 +1,4 @@
-"""States written by stock llama.cpp and by ours, read by both: every pair, every way to write, several models."""
+"""Proves that stock llama.cpp and ours read each other's states: every pair, every way to write, several models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hosts.llama` as it is used: `Llama`, options, a model without states, agreement with the reference host."""
+"""Proves `hosts.llama` in use: `Llama`, options, a model without states, agreement with the reference host."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_conversation_outlives_the_process(tmp_path: Path) -> None:
             assert stats.tokens_read + stats.tokens_replayed - read < 40 and stats.tokens_reused > 60, stats
         print(repr(again), repr(longer))
     """
-    names = {"MODEL": str(bundled_model()), "FILE": str(tmp_path / "talk.rcache")}
+    names = {"MODEL": str(bundled_model()), "FILE": str(tmp_path / "chat.rcache")}
     first = run(code, STEP="save", **names)
     loaded, fresh = (run(code, STEP=step, **names) for step in ("load", "fresh"))
     assert loaded == fresh and loaded.startswith(first.strip())

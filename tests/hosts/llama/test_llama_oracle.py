@@ -1,4 +1,4 @@
-"""Classic placement against llama.cpp's own class, cell by cell: the same operations on both, all fields equal.
+"""Proves that classic placement equals llama.cpp's own class: after the same operations all fields are equal.
 
 The class runs in a process where nothing replaces it; a test-only accessor reads its fields. RCACHE_ORACLE_EXAMPLES is
 the number of operation sequences.

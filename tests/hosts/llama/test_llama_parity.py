@@ -1,4 +1,4 @@
-"""Our cache in an unmodified llama-cpp-python against its own class: logits, positions, statuses, states."""
+"""Proves that an unmodified llama-cpp-python gives the same on our cache: logits, positions, statuses, states."""
 
 from __future__ import annotations
 

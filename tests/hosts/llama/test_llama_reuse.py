@@ -1,4 +1,4 @@
-"""Prompts that go on from what was read before: stock `llama_cpp.Llama` under ``exec``, and our `Llama`.
+"""Proves that a prompt continues from its longest known prefix, in stock `llama_cpp.Llama` under ``exec`` and in ours.
 
 Every text is compared with that of a `Llama` without checkpoints that is reset before each prompt ("fresh"), in one
 process. How much was read is what the cache counts.
@@ -28,7 +28,7 @@ LINES = (
 )
 
 
-class Talk:
+class Conversation:
     """Makes Llamas, speaks to them and counts."""
 
     def __init__(self, group: str, path: str) -> None:
@@ -119,154 +119,155 @@ class Talk:
             set_to(lambda _: False)
 
 
-scenario = Scenarios(path_of(__file__), (*STOCK, *OURS), Talk)
+scenario = Scenarios(path_of(__file__), (*STOCK, *OURS), Conversation)
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------
 
 
 @scenario()
-def a_second_turn_reads_what_is_new(talk: Talk) -> None:
-    llm = talk.new()
-    history = talk.ids(LINES[0] * 3)
+def a_second_turn_reads_what_is_new(conversation: Conversation) -> None:
+    llm = conversation.new()
+    history = conversation.ids(LINES[0] * 3)
     for line in (*LINES[1:], LINES[0]):
-        text, read, replayed = talk.say(llm, history)
-        history = history + talk.ids(text)[1:] + talk.ids("", line)[1:]
+        text, read, replayed = conversation.say(llm, history)
+        history = history + conversation.ids(text)[1:] + conversation.ids("", line)[1:]
     assert replayed <= 13
-    assert read <= len(history) - len(talk.ids(LINES[0] * 3)) and read < 80
+    assert read <= len(history) - len(conversation.ids(LINES[0] * 3)) and read < 80
 
 
 @scenario()
-def an_edited_prompt_reads_from_where_it_differs(talk: Talk) -> None:
-    llm = talk.new({"checkpoint_interval": 64}, n_batch=64)
-    head = talk.ids(LINES[0] * 6)
-    talk.say(llm, [*head, *talk.ids("", LINES[1])])
-    edited = [*head, *talk.ids("", LINES[2])]
-    _, read, replayed = talk.say(llm, edited)
+def an_edited_prompt_reads_from_where_it_differs(conversation: Conversation) -> None:
+    llm = conversation.new({"checkpoint_interval": 64}, n_batch=64)
+    head = conversation.ids(LINES[0] * 6)
+    conversation.say(llm, [*head, *conversation.ids("", LINES[1])])
+    edited = [*head, *conversation.ids("", LINES[2])]
+    _, read, replayed = conversation.say(llm, edited)
     assert read + replayed < 64 + len(edited) - len(head) + 2, (read, replayed)
 
 
 @scenario()
-def the_same_prompt_again_gives_the_same_text(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 4)
-    first, *_ = talk.say(llm, prompt)
+def the_same_prompt_again_gives_the_same_text(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 4)
+    first, *_ = conversation.say(llm, prompt)
     for i, n in enumerate((12, 5, 30, 1)):
-        text, read, replayed = talk.say(llm, prompt, n)
+        text, read, replayed = conversation.say(llm, prompt, n)
         assert text[:1] == first[:1] and read <= 1
         # stock reads the last token of a prompt by itself in pure models only, the others come by that place once
-        assert replayed == 0 or (i == 0 and not talk.pure and talk.Llama is talk.lib.Llama), (n, replayed)
+        stock = conversation.Llama is conversation.lib.Llama
+        assert replayed == 0 or (i == 0 and not conversation.pure and stock), (n, replayed)
 
 
 @scenario()
-def one_token_prompts_and_the_same_prompt_without_an_answer(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[1])
+def one_token_prompts_and_the_same_prompt_without_an_answer(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[1])
     for cut in (1, 2, 1, len(prompt), 1, len(prompt)):
-        talk.say(llm, prompt[:cut], 3)
+        conversation.say(llm, prompt[:cut], 3)
     llm.reset()
     llm.eval(prompt)
-    talk.say(llm, prompt)
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def a_shorter_prompt_goes_back(talk: Talk) -> None:
-    llm = talk.new({"checkpoint_interval": 32}, n_batch=32)
-    prompt = talk.ids(LINES[0] * 5)
-    talk.say(llm, prompt)
+def a_shorter_prompt_rolls_back(conversation: Conversation) -> None:
+    llm = conversation.new({"checkpoint_interval": 32}, n_batch=32)
+    prompt = conversation.ids(LINES[0] * 5)
+    conversation.say(llm, prompt)
     for n in (len(prompt) - 1, 100, 40, 3):
-        _, read, replayed = talk.say(llm, prompt[:n])
+        _, read, replayed = conversation.say(llm, prompt[:n])
         assert read + replayed <= 34, (n, read, replayed)
 
 
 @scenario()
-def a_prompt_that_shares_nothing(talk: Talk) -> None:
-    llm = talk.new()
+def a_prompt_that_shares_nothing(conversation: Conversation) -> None:
+    llm = conversation.new()
     for line in LINES:
-        prompt = talk.ids(line)[1:]  # not even the first token
-        _, read, _ = talk.say(llm, prompt)
+        prompt = conversation.ids(line)[1:]  # not even the first token
+        _, read, _ = conversation.say(llm, prompt)
         assert read <= len(prompt)
 
 
 @scenario()
-def prompts_longer_than_a_batch(talk: Talk) -> None:
-    llm = talk.new(n_batch=32, n_ubatch=16)
-    prompt = talk.ids(" ".join(LINES * 3))
-    talk.say(llm, prompt)
-    _, read, replayed = talk.say(llm, [*prompt[:200], *talk.ids("", LINES[2])[1:]])
+def prompts_longer_than_a_batch(conversation: Conversation) -> None:
+    llm = conversation.new(n_batch=32, n_ubatch=16)
+    prompt = conversation.ids(" ".join(LINES * 3))
+    conversation.say(llm, prompt)
+    _, read, replayed = conversation.say(llm, [*prompt[:200], *conversation.ids("", LINES[2])[1:]])
     assert read + replayed < len(prompt)
-    talk.say(llm, prompt)
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def one_token_or_none_is_different(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 2)
-    talk.say(llm, prompt)
+def one_token_or_none_is_different(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 2)
+    conversation.say(llm, prompt)
     for i in (len(prompt) - 1, len(prompt) - 2, 1, 20):
-        talk.say(llm, [*prompt[:i], prompt[3], *prompt[i + 1 :]])
-        talk.say(llm, [*prompt, prompt[i]])
-    talk.say(llm, prompt)
+        conversation.say(llm, [*prompt[:i], prompt[3], *prompt[i + 1 :]])
+        conversation.say(llm, [*prompt, prompt[i]])
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def a_budget_of_replayed_tokens_changes_no_text(talk: Talk) -> None:
-    llm = talk.new({"max_replay": 0, "checkpoint_interval": 32}, n_batch=32)
-    prompt = talk.ids(LINES[0] * 4)
-    talk.say(llm, prompt)
+def a_budget_of_replayed_tokens_changes_no_text(conversation: Conversation) -> None:
+    llm = conversation.new({"max_replay": 0, "checkpoint_interval": 32}, n_batch=32)
+    prompt = conversation.ids(LINES[0] * 4)
+    conversation.say(llm, prompt)
     for n in (100, 70, 71, 9):
-        talk.say(llm, [*prompt[:n], *talk.ids("", LINES[3])[1:]])
-    assert talk.cache.stats().tokens_replayed == 0
+        conversation.say(llm, [*prompt[:n], *conversation.ids("", LINES[3])[1:]])
+    assert conversation.cache.stats().tokens_replayed == 0
 
 
 @scenario()
-def few_checkpoints_change_no_text(talk: Talk) -> None:
+def few_checkpoints_change_no_text(conversation: Conversation) -> None:
     for cells in (1, 2):
-        llm = talk.new({"checkpoint_cells": cells, "checkpoint_interval": 16}, n_batch=32)
+        llm = conversation.new({"checkpoint_cells": cells, "checkpoint_interval": 16}, n_batch=32)
         for line in (LINES[0], LINES[1], LINES[0] + LINES[2], LINES[0] + LINES[1]):
-            talk.say(llm, talk.ids(line), 33)
-            talk.say(llm, talk.ids(line[:40]), 2)
+            conversation.say(llm, conversation.ids(line), 33)
+            conversation.say(llm, conversation.ids(line[:40]), 2)
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
 @scenario()
-def states_saved_and_loaded_in_between(talk: Talk) -> None:
-    llm = talk.new()
-    one, other = talk.ids(LINES[0] * 2), talk.ids(LINES[1] * 2)
-    talk.say(llm, one)
+def states_saved_and_loaded_in_between(conversation: Conversation) -> None:
+    llm = conversation.new()
+    one, other = conversation.ids(LINES[0] * 2), conversation.ids(LINES[1] * 2)
+    conversation.say(llm, one)
     state = llm.save_state()
-    talk.say(llm, other)
+    conversation.say(llm, other)
     llm.load_state(state)
-    new = talk.ids("", LINES[2])[1:]
-    _, read, replayed = talk.say(llm, [*one, *new])
-    if talk.pure and talk.Llama is not talk.lib.Llama:
+    new = conversation.ids("", LINES[2])[1:]
+    _, read, replayed = conversation.say(llm, [*one, *new])
+    if conversation.pure and conversation.Llama is not conversation.lib.Llama:
         assert read + replayed <= len(new) + 1, (read, replayed)
-    talk.say(llm, one)
+    conversation.say(llm, one)
     llm.load_state(state)
-    talk.say(llm, one[:20])
+    conversation.say(llm, one[:20])
     llm.reset()
     llm.load_state(state)
-    talk.say(llm, one)
-    talk.say(llm, other)
+    conversation.say(llm, one)
+    conversation.say(llm, other)
     llm.load_state(state)
-    llm.eval(talk.ids("", LINES[2]))
-    talk.say(llm, one)
+    llm.eval(conversation.ids("", LINES[2]))
+    conversation.say(llm, one)
 
 
 @scenario()
-def with_a_cache_of_states(talk: Talk) -> None:
+def with_a_cache_of_states(conversation: Conversation) -> None:
     """`LlamaRAMCache`, by way of `create_completion`."""
-    llm = talk.new()
-    llm.set_cache(talk.lib.LlamaRAMCache())
+    llm = conversation.new()
+    llm.set_cache(conversation.lib.LlamaRAMCache())
     history = LINES[0]
     for text in (LINES[0], LINES[1], LINES[0], LINES[0] + LINES[2], LINES[1], LINES[0] + LINES[2] + LINES[3]):
         history = text
         for _ in range(2):
-            said = llm.create_completion(talk.ids(history), max_tokens=8, temperature=0)["choices"][0]["text"]
-            talk.plain.reset()
-            plain = talk.plain.create_completion(talk.ids(history), max_tokens=8, temperature=0)
+            said = llm.create_completion(conversation.ids(history), max_tokens=8, temperature=0)["choices"][0]["text"]
+            conversation.plain.reset()
+            plain = conversation.plain.create_completion(conversation.ids(history), max_tokens=8, temperature=0)
             assert said == plain["choices"][0]["text"]
 
 
@@ -285,9 +286,9 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 @scenario()
-def a_chat_of_many_turns(talk: Talk) -> None:
-    llm = talk.new(chat_format="chatml")
-    plain = talk.plain
+def a_chat_of_many_turns(conversation: Conversation) -> None:
+    llm = conversation.new(chat_format="chatml")
+    plain = conversation.plain
     plain.chat_format = "chatml"
     messages = [_message("system", LINES[0] * 2)]
     for i in range(6):
@@ -298,45 +299,45 @@ def a_chat_of_many_turns(talk: Talk) -> None:
         said = _chat(llm, messages, stream=i % 2 == 1)
         assert said == _chat(plain, messages, stream=i % 2 == 1)
         messages.append(_message("assistant", said))
-    before = talk.cache.stats()
+    before = conversation.cache.stats()
     messages[-2] = _message("user", "Another question?")
     del messages[-1]
     plain.reset()
     assert _chat(llm, messages) == _chat(plain, messages)
-    after = talk.cache.stats()
+    after = conversation.cache.stats()
     read = after.tokens_read - before.tokens_read + after.tokens_replayed - before.tokens_replayed
     assert read < 120, read
 
 
 @scenario()
-def streams_give_the_same_text_also_when_closed(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 2)
-    talk.plain.reset()
+def streams_give_the_same_text_also_when_closed(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 2)
+    conversation.plain.reset()
     # A stream of stock's too: llama-cpp-python leaves characters of several tokens out of streams.
-    pieces = talk.plain.create_completion(prompt, max_tokens=16, temperature=0, stream=True)
+    pieces = conversation.plain.create_completion(prompt, max_tokens=16, temperature=0, stream=True)
     whole = "".join(piece["choices"][0]["text"] for piece in pieces)
     for n in (1, 5, 100):
         stream = llm.create_completion(prompt, max_tokens=16, temperature=0, stream=True)
         parts = [part["choices"][0]["text"] for part, _ in zip(stream, range(n), strict=False)]
         stream.close()
         assert whole.startswith("".join(parts)) and (n < 100 or whole == "".join(parts))
-    talk.say(llm, prompt)
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def drafts_give_the_greedy_text(talk: Talk) -> None:
+def drafts_give_the_greedy_text(conversation: Conversation) -> None:
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     for options in ({}, {"checkpoint_cells": 2}, {"max_replay": 3}):
-        if "max_replay" in options and talk.Llama is talk.lib.Llama:
-            continue  # stock goes on after a refusal, and llama_decode stops it
-        llm = talk.new(options, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=6), logits_all=True)
+        if "max_replay" in options and conversation.Llama is conversation.lib.Llama:
+            continue  # stock continues after a refusal, and llama_decode stops it
+        llm = conversation.new(options, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=6), logits_all=True)
         for line in (LINES[1] * 2, LINES[0] * 2, LINES[1] * 2):
-            prompt = talk.ids(line)
-            text, _ = talk.answer(llm, prompt, 24)
-            assert text == talk.fresh(prompt, 24), (options, text, talk.fresh(prompt, 24))
-    stats = talk.cache.stats()
+            prompt = conversation.ids(line)
+            text, _ = conversation.answer(llm, prompt, 24)
+            assert text == conversation.fresh(prompt, 24), (options, text, conversation.fresh(prompt, 24))
+    stats = conversation.cache.stats()
     assert stats.checkpoints_used > 0
 
 
@@ -344,78 +345,78 @@ def drafts_give_the_greedy_text(talk: Talk) -> None:
 
 
 @scenario()
-def a_generation_that_was_closed_or_broken_off(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 2)
+def a_generation_that_was_closed_or_broken_off(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 2)
     for n in (1, 3):
         steps = llm.generate(prompt, temp=0.0)
         for _ in range(n):
             next(steps)
         steps.close()
-        talk.say(llm, prompt)
+        conversation.say(llm, prompt)
         steps = llm.generate([*prompt, prompt[n]], temp=0.0)
         next(steps)
         with contextlib.suppress(ZeroDivisionError):
             steps.throw(ZeroDivisionError)
-        talk.say(llm, [*prompt, prompt[n]])
+        conversation.say(llm, [*prompt, prompt[n]])
 
     def broken(_ids: Any, _scores: Any) -> Any:
         raise ZeroDivisionError
 
     with contextlib.suppress(ZeroDivisionError):
         list(llm.generate(prompt, temp=0.0, stopping_criteria=broken))
-    talk.say(llm, prompt)
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def an_interrupt_between_the_decode_and_the_count(talk: Talk) -> None:
-    prompt = talk.ids(" ".join(LINES[:2]))
+def an_interrupt_between_the_decode_and_the_count(conversation: Conversation) -> None:
+    prompt = conversation.ids(" ".join(LINES[:2]))
     for nth in (1, 2, 4, 6, 7, 8):
-        llm = talk.new(n_batch=32)
-        talk.say(llm, talk.ids(LINES[3]))
+        llm = conversation.new(n_batch=32)
+        conversation.say(llm, conversation.ids(LINES[3]))
         context, llm._ctx = llm._ctx, Interrupted(llm._ctx, nth)
         try:
-            talk.answer(llm, prompt)
+            conversation.answer(llm, prompt)
         except KeyboardInterrupt:
             pass
         finally:
             llm._ctx = context
-        if talk.Llama is talk.lib.Llama and llm.n_tokens == len(prompt):
+        if conversation.Llama is conversation.lib.Llama and llm.n_tokens == len(prompt):
             continue  # stock samples the next token from the logits of one that it has not counted
-        talk.say(llm, prompt, 4)
-        talk.say(llm, [*prompt[:40], prompt[2]], 4)
+        conversation.say(llm, prompt, 4)
+        conversation.say(llm, [*prompt[:40], prompt[2]], 4)
 
 
 @scenario()
-def a_decode_that_is_aborted_at_any_node(talk: Talk) -> None:
+def a_decode_that_is_aborted_at_any_node(conversation: Conversation) -> None:
     rng = random.Random(7)
-    llm = talk.new(n_batch=32)
-    prompt = talk.ids(" ".join(LINES[:3]))
+    llm = conversation.new(n_batch=32)
+    prompt = conversation.ids(" ".join(LINES[:3]))
     n_failed = 0
     for i in range(10):
-        wanted = [*prompt[: 20 + 5 * i], *talk.ids("", LINES[i % 4])[1:]]
+        wanted = [*prompt[: 20 + 5 * i], *conversation.ids("", LINES[i % 4])[1:]]
         try:
-            with talk.aborting(llm, rng.randrange(100 * (1 + i % 5))):
-                talk.answer(llm, wanted)
+            with conversation.aborting(llm, rng.randrange(100 * (1 + i % 5))):
+                conversation.answer(llm, wanted)
         except RuntimeError as error:
             n_failed += 1
-            if talk.Llama is talk.lib.Llama and llm.n_tokens == len(wanted):
+            if conversation.Llama is conversation.lib.Llama and llm.n_tokens == len(wanted):
                 llm.reset()  # as above: stock does not know that the logits have gone
             assert "llama_decode returned" in str(error)
-        _, read, replayed = talk.say(llm, wanted if i % 2 else [*wanted, 5], 4)
+        _, read, replayed = conversation.say(llm, wanted if i % 2 else [*wanted, 5], 4)
         assert read + replayed <= len(wanted) + 64
     assert n_failed > 3
 
 
 @scenario()
-def a_callback_that_raises(talk: Talk) -> None:
+def a_callback_that_raises(conversation: Conversation) -> None:
     from rcache_plugin.cache import RecurrentCache
 
-    prompt = talk.ids(" ".join(LINES[:2]))
+    prompt = conversation.ids(" ".join(LINES[:2]))
     for method in ("prepare", "find_slot", "seq_rm"):
         for nth in (1, 3):
-            llm = talk.new(n_batch=32)
-            talk.say(llm, prompt)
+            llm = conversation.new(n_batch=32)
+            conversation.say(llm, prompt)
             original, calls = getattr(RecurrentCache, method), [0]
 
             def failing(self: Any, *arguments: Any, call: Any = original, calls: Any = calls, nth: int = nth) -> Any:
@@ -426,51 +427,51 @@ def a_callback_that_raises(talk: Talk) -> None:
 
             setattr(RecurrentCache, method, failing)
             try:
-                talk.answer(llm, [*prompt[:50], *talk.ids("", LINES[3])[1:]])
+                conversation.answer(llm, [*prompt[:50], *conversation.ids("", LINES[3])[1:]])
             except RuntimeError:
                 pass
             finally:
                 setattr(RecurrentCache, method, original)
-            talk.say(llm, [*prompt[:50], *talk.ids("", LINES[3])[1:]], 3)
-            talk.say(llm, prompt, 3)
+            conversation.say(llm, [*prompt[:50], *conversation.ids("", LINES[3])[1:]], 3)
+            conversation.say(llm, prompt, 3)
 
 
 @scenario()
-def a_context_that_is_full(talk: Talk) -> None:
-    llm = talk.new(n_ctx=128, n_batch=32)
-    long = talk.ids(LINES[0] * 16)[:150]  # llama.cpp rounds n_ctx up, llama-cpp-python's own arrays end at 128
+def a_context_that_is_full(conversation: Conversation) -> None:
+    llm = conversation.new(n_ctx=128, n_batch=32)
+    long = conversation.ids(LINES[0] * 16)[:150]  # llama.cpp rounds n_ctx up, llama-cpp-python's own arrays end at 128
     prompt = long[:108]
     for _ in range(2):
         for wanted in (prompt, long):
             with contextlib.suppress(ValueError, RuntimeError, IndexError):
-                talk.answer(llm, wanted, 40)  # more than there is room for
-            talk.say(llm, prompt)
-        talk.say(llm, prompt[:50], 20)
+                conversation.answer(llm, wanted, 40)  # more than there is room for
+            conversation.say(llm, prompt)
+        conversation.say(llm, prompt[:50], 20)
     said = llm.create_completion(prompt, max_tokens=-1, temperature=0)["choices"][0]
     assert said["finish_reason"] in ("length", "stop")
-    talk.say(llm, prompt)
+    conversation.say(llm, prompt)
 
 
 @scenario()
-def two_llamas_at_once(talk: Talk) -> None:
-    one = talk.new()
-    first = talk.cache
-    other = talk.new(n_batch=32)
-    a, b = talk.ids(LINES[0] * 2), talk.ids(LINES[1] * 2)
+def two_llamas_at_once(conversation: Conversation) -> None:
+    one = conversation.new()
+    first = conversation.cache
+    other = conversation.new(n_batch=32)
+    a, b = conversation.ids(LINES[0] * 2), conversation.ids(LINES[1] * 2)
     steps = one.generate(a, temp=0.0), other.generate(b, temp=0.0)
     tokens: tuple[list[int], list[int]] = ([], [])
     for _ in range(12):
         for stream, found in zip(steps, tokens, strict=True):
             found.append(next(stream))
-    texts = [talk.plain.detokenize(each).decode(errors="replace") for each in tokens]
-    assert texts == [talk.fresh(a), talk.fresh(b)]
+    texts = [conversation.plain.detokenize(each).decode(errors="replace") for each in tokens]
+    assert texts == [conversation.fresh(a), conversation.fresh(b)]
     for stream in steps:
         stream.close()
-    talk.say(other, a)
+    conversation.say(other, a)
     other.close()
-    talk.cache = first
-    talk.say(one, a[:30])
-    talk.say(one, b)
+    conversation.cache = first
+    conversation.say(one, a[:30])
+    conversation.say(one, b)
     one.close()
     assert first.closed
 
@@ -479,59 +480,60 @@ def two_llamas_at_once(talk: Talk) -> None:
 
 
 @scenario(*OURS)
-def a_reset_costs_nothing_in_a_pure_model(talk: Talk) -> None:
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 5)
-    talk.say(llm, prompt)
+def a_reset_costs_nothing_in_a_pure_model(conversation: Conversation) -> None:
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 5)
+    conversation.say(llm, prompt)
     llm.reset()
     assert llm.n_tokens == 0
-    _, read, replayed = talk.say(llm, prompt)
-    assert read + replayed <= (1 if talk.pure else len(prompt)), (read, replayed, talk.cache.checkpoints.all())
+    _, read, replayed = conversation.say(llm, prompt)
+    checkpoints = conversation.cache.checkpoints.all()
+    assert read + replayed <= (1 if conversation.pure else len(prompt)), (read, replayed, checkpoints)
     llm.reset()
-    talk.say(llm, talk.ids(LINES[1]))
+    conversation.say(llm, conversation.ids(LINES[1]))
     llm.reset()
-    _, read, replayed = talk.say(llm, [*prompt, *talk.ids("", LINES[2])[1:]])
-    assert read + replayed < len(talk.ids(LINES[2])) + (2 if talk.pure else len(prompt))
+    _, read, replayed = conversation.say(llm, [*prompt, *conversation.ids("", LINES[2])[1:]])
+    assert read + replayed < len(conversation.ids(LINES[2])) + (2 if conversation.pure else len(prompt))
 
 
 @scenario(*OURS)
-def conversations_in_turn_are_not_read_twice(talk: Talk) -> None:
-    llm = talk.new()
-    texts = {i: talk.ids(LINES[i] * 4) for i in range(3)}
+def conversations_in_turn_need_no_second_prefill(conversation: Conversation) -> None:
+    llm = conversation.new()
+    texts = {i: conversation.ids(LINES[i] * 4) for i in range(3)}
     for turn in range(4):
         for i in range(3):
             if i != turn % 3:
                 before = len(texts[i])
-                text, read, replayed = talk.say(llm, texts[i])
+                text, read, replayed = conversation.say(llm, texts[i])
                 new = len(texts[i]) - before
-                if turn > 1 and talk.pure:
+                if turn > 1 and conversation.pure:
                     assert read + replayed <= 60, (turn, i, read, replayed, new)
-                texts[i] = [*texts[i], *talk.ids("", text + LINES[turn])[1:]]
-    stats = talk.cache.stats()
-    if talk.pure:
+                texts[i] = [*texts[i], *conversation.ids("", text + LINES[turn])[1:]]
+    stats = conversation.cache.stats()
+    if conversation.pure:
         assert stats.tokens_reused > stats.tokens_asked / 2
 
 
 @scenario(*OURS)
-def known_beginnings_become_checkpoints(talk: Talk) -> None:
+def known_beginnings_become_checkpoints(conversation: Conversation) -> None:
     """Two prompts part somewhere; the third that parts there reads only what is its own, also after a reset."""
-    if not talk.pure:
+    if not conversation.pure:
         return
-    llm = talk.new(n_batch=512)
-    head = talk.ids(LINES[0] * 6)
+    llm = conversation.new(n_batch=512)
+    head = conversation.ids(LINES[0] * 6)
     reads = []
     for line in (*LINES[1:], "Of the sons of Levi, these are the names."):
-        prompt = [*head, *talk.ids("", line)[1:]]
-        reads.append(talk.say(llm, prompt)[1] - (len(prompt) - len(head)))
+        prompt = [*head, *conversation.ids("", line)[1:]]
+        reads.append(conversation.say(llm, prompt)[1] - (len(prompt) - len(head)))
         llm.reset()
     assert reads[2] <= 0 and reads[3] <= 0, reads
 
 
 @scenario(*OURS)
-def the_borders_of_messages_are_marked(talk: Talk) -> None:
+def the_borders_of_messages_are_marked(conversation: Conversation) -> None:
     """So a chat with another last message, or another first one after the system's, reads little."""
-    llm = talk.new({"checkpoint_interval": 10_000}, chat_format="chatml", n_ctx=2048, n_batch=512)
-    plain = talk.plain
+    llm = conversation.new({"checkpoint_interval": 10_000}, chat_format="chatml", n_ctx=2048, n_batch=512)
+    plain = conversation.plain
     plain.chat_format = "chatml"
     system = _message("system", LINES[0] * 4)
     turn = [_message("user", LINES[1] * 2), _message("assistant", LINES[2] * 2)]
@@ -542,24 +544,24 @@ def the_borders_of_messages_are_marked(talk: Talk) -> None:
         [system, _message("user", "Who art thou?")],
         [system, *turn, _message("user", "Is it not written?")],
     ):
-        before = talk.cache.stats()
+        before = conversation.cache.stats()
         plain.reset()
         assert _chat(llm, messages) == _chat(plain, messages)
-        after = talk.cache.stats()
+        after = conversation.cache.stats()
         seen.append(after.tokens_read - before.tokens_read + after.tokens_replayed - before.tokens_replayed)
     assert seen[1] < seen[0] / 4, seen
     assert seen[2] < seen[0] / 4, seen
-    assert not talk.pure or seen[3] < seen[0] / 4, seen
+    assert not conversation.pure or seen[3] < seen[0] / 4, seen
     # a stream that is never begun leaves its borders to nobody
     llm.create_chat_completion([system, *turn], stream=True)
-    talk.say(llm, talk.ids(LINES[3] * 2))
+    conversation.say(llm, conversation.ids(LINES[3] * 2))
 
 
 @scenario(*OURS)
-def looking_for_borders_reads_nothing(talk: Talk) -> None:
+def looking_for_borders_reads_nothing(conversation: Conversation) -> None:
     """A handler of images reads them while it makes the prompt; one that refuses a part of a chat is no error."""
-    llm = talk.new()
-    llm.eval(talk.ids(LINES[0]))
+    llm = conversation.new()
+    llm.eval(conversation.ids(LINES[0]))
     n_tokens, asked = llm.n_tokens, []
 
     def handler(llama: Any, messages: Any, **_: Any) -> Any:
@@ -577,55 +579,55 @@ def looking_for_borders_reads_nothing(talk: Talk) -> None:
     assert said["usage"]["prompt_tokens"] == 3
 
 
-def _look(talk: Talk, llm: Any, ids: Sequence[int]) -> None:
+def _look(conversation: Conversation, llm: Any, ids: Sequence[int]) -> None:
     """Reads rows of numbers, as of an image, which the Llama counts as tokens `ids`."""
     n_embd = llm.n_embd()
-    batch = talk.lib.llama_batch_init(len(ids), n_embd, 1)
+    batch = conversation.lib.llama_batch_init(len(ids), n_embd, 1)
     batch.n_tokens = len(ids)
     for i in range(len(ids)):
         for j in range(n_embd):
             batch.embd[i * n_embd + j] = ((i + 2) * (j + 3) % 11 - 5) / 4
         batch.pos[i], batch.n_seq_id[i], batch.logits[i] = llm.n_tokens + i, 1, i == len(ids) - 1
         batch.seq_id[i][0] = 0
-    assert talk.lib.llama_decode(llm.ctx, batch) == 0
-    talk.lib.llama_batch_free(batch)
+    assert conversation.lib.llama_decode(llm.ctx, batch) == 0
+    conversation.lib.llama_batch_free(batch)
     llm.input_ids[llm.n_tokens : llm.n_tokens + len(ids)] = ids
     llm.n_tokens += len(ids)
 
 
 @scenario("ours bundled", "ours granite-hybrid")
-def what_was_no_text_is_not_read_as_text(talk: Talk) -> None:
+def what_was_no_text_is_not_read_as_text(conversation: Conversation) -> None:
     """The ids that stand for an image may be those of an earlier prompt, of which there are checkpoints."""
-    llm = talk.new()
-    prompt, tail = talk.ids(LINES[0] * 2)[:50], talk.ids("", LINES[1])[1:]
-    talk.say(llm, [*prompt, *tail])
+    llm = conversation.new()
+    prompt, tail = conversation.ids(LINES[0] * 2)[:50], conversation.ids("", LINES[1])[1:]
+    conversation.say(llm, [*prompt, *tail])
     found = []
-    for each in (llm, talk.plain):
+    for each in (llm, conversation.plain):
         each.reset()
         each.eval(prompt[:20])
-        _look(talk, each, prompt[20:])
+        _look(conversation, each, prompt[20:])
         each.eval(tail)
-        before = talk.cache.stats()
-        found.append(talk.answer(each, each._input_ids.tolist())[0])
+        before = conversation.cache.stats()
+        found.append(conversation.answer(each, each._input_ids.tolist())[0])
         if each is llm:
-            assert talk.cache.stats().tokens_read - before.tokens_read == 11  # the answer
-    assert found[0] == found[1] != talk.fresh([*prompt, *tail])
+            assert conversation.cache.stats().tokens_read - before.tokens_read == 11  # the answer
+    assert found[0] == found[1] != conversation.fresh([*prompt, *tail])
     llm._ctx.kv_cache_seq_rm(0, 0, -1)
     with contextlib.suppress(RuntimeError):
         llm.n_tokens = 30
         llm.eval(tail)
-    talk.say(llm, [*prompt, *tail])
+    conversation.say(llm, [*prompt, *tail])
 
 
 @scenario(*OURS)
-def counts_and_one_line_a_prompt(talk: Talk) -> None:
+def counts_and_one_line_a_prompt(conversation: Conversation) -> None:
     err = io.StringIO()
-    llm = talk.new(verbose=False)
+    llm = conversation.new(verbose=False)
     llm.verbose = True
-    prompt = talk.ids(LINES[0] * 3)
+    prompt = conversation.ids(LINES[0] * 3)
     with contextlib.redirect_stderr(err):
-        talk.answer(llm, prompt)
-        talk.answer(llm, prompt)
+        conversation.answer(llm, prompt)
+        conversation.answer(llm, prompt)
     stats = llm.rcache.stats()
     assert stats.tokens_asked == 2 * len(prompt)
     assert stats.tokens_reused == len(prompt) - 1
@@ -641,46 +643,47 @@ def counts_and_one_line_a_prompt(talk: Talk) -> None:
 
 
 @scenario(*OURS)
-def a_context_that_others_changed(talk: Talk) -> None:
-    """What `n_tokens` says is read again if it must be."""
-    llm = talk.new()
-    prompt = talk.ids(LINES[0] * 2)
+def a_context_that_others_changed(conversation: Conversation) -> None:
+    """What `n_tokens` counts is replayed if it must be."""
+    llm = conversation.new()
+    prompt = conversation.ids(LINES[0] * 2)
     for change in (
         lambda: llm._ctx.kv_cache_clear(),
         lambda: llm._ctx.kv_cache_seq_rm(0, 20, -1),
         lambda: llm._ctx.kv_cache_seq_rm(0, -1, -1),
-        lambda: talk.cache.clear(),
+        lambda: conversation.cache.clear(),
     ):
         llm.reset()
         llm.eval(prompt)
         change()
-        llm.eval(talk.ids("", LINES[1])[1:])
-        talk.say(llm, [*prompt, *talk.ids("", LINES[1])[1:]])
+        llm.eval(conversation.ids("", LINES[1])[1:])
+        conversation.say(llm, [*prompt, *conversation.ids("", LINES[1])[1:]])
         change()
-        talk.say(llm, prompt)
+        conversation.say(llm, prompt)
         change()
         state = llm.save_state()
         llm.reset()
         llm.load_state(state)
-        talk.say(llm, prompt)
+        conversation.say(llm, prompt)
 
 
 @scenario(*OURS)
-def its_options_outlive_pickling(talk: Talk) -> None:
+def its_options_outlive_pickling(conversation: Conversation) -> None:
     import pickle
 
     with contextlib.redirect_stderr(io.StringIO()):
-        llm = talk.Llama(talk.path, n_ctx=64, n_threads=1, verbose=False, checkpoint_cells=3, max_replay=7)
+        options = {"checkpoint_cells": 3, "max_replay": 7}
+        llm = conversation.Llama(conversation.path, n_ctx=64, n_threads=1, verbose=False, **options)
         again = pickle.loads(pickle.dumps(llm))
     assert (again.rcache.checkpoints.n_cells, again.rcache.checkpoints.max_replay) == (3, 7)
 
 
 @scenario(*OURS)
-def without_checkpoints_it_is_stocks(talk: Talk) -> None:
-    llm = talk.new({"checkpoint_cells": 0})
+def without_checkpoints_it_is_stocks(conversation: Conversation) -> None:
+    llm = conversation.new({"checkpoint_cells": 0})
     for line in (LINES[0], LINES[0] + LINES[1], LINES[2], LINES[0]):
-        prompt = talk.ids(line)
-        assert talk.answer(llm, prompt)[0] == talk.fresh(prompt)
+        prompt = conversation.ids(line)
+        assert conversation.answer(llm, prompt)[0] == conversation.fresh(prompt)
 
 
 @pytest.mark.parametrize(("group", "name"), scenario.cases())

@@ -1,7 +1,7 @@
-"""Going back to any position with `llama_memory_seq_rm`, as a host in C sees it, for pure and hybrid models.
+"""Proves rollback to any position with `llama_memory_seq_rm`, as a host in C sees it, for pure and hybrid models.
 
-"Fresh" is the same tokens in a context without checkpoints that has never gone back. Logits are equal bit for bit where
-both were read in the same batches, else within 1e-3 of the largest.
+"Fresh" is the same tokens in a context without checkpoints that was never rolled back. Logits are equal bit for bit
+where both were read in the same batches, else within 1e-3 of the largest.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ class Host:
         assert logits is not None
         return logits
 
-    def goes_on(self, seq: int = 0, token: int = 9) -> None:
+    def continues(self, seq: int = 0, token: int = 9) -> None:
         """The next token of a sequence has the logits of a fresh run."""
         close(self.read({seq: [token]}), self.fresh(self.ids[seq]))
 
     def lengths(self, seq: int | None = None) -> list[int]:
         """Of the checkpoints."""
-        kept = self.cache.checkpoints
-        return [each.n_tokens for each in (kept.all() if seq is None else kept.of(seq))]
+        checkpoints = self.cache.checkpoints
+        return [each.n_tokens for each in (checkpoints.all() if seq is None else checkpoints.of(seq))]
 
     @contextmanager
     def aborting(self, after: int) -> Iterator[list[int]]:
@@ -210,12 +210,12 @@ def every_position_of_a_prompt_and_an_answer(host: Host) -> None:
     for p0 in range(44, 0, -1):
         assert host.rm(0, p0), p0
         assert host.last() == p0 - 1 == len(host.ids[0]) - 1
-        host.goes_on(token=p0)
+        host.continues(token=p0)
     assert host.cache.stats().checkpoints_used > 20
 
 
 @scenario()
-def back_and_forth_without_reading_anew_in_between(host: Host) -> None:
+def rollbacks_without_a_prefill_in_between(host: Host) -> None:
     host.new(n_seq_max=1)
     host.read({0: tokens(60)})
     for p0 in (50, 40, 59, 12, 3, 30, 1, 31):
@@ -224,7 +224,7 @@ def back_and_forth_without_reading_anew_in_between(host: Host) -> None:
             host.read({0: tokens(60)[len(host.ids[0]) :]})
         assert host.rm(0, p0)
         host.in_step()
-        host.goes_on(token=p0)
+        host.continues(token=p0)
         assert host.rm(0, p0)
         host.in_step()
 
@@ -233,7 +233,7 @@ def back_and_forth_without_reading_anew_in_between(host: Host) -> None:
 def a_checkpoint_of_that_very_place_gives_the_same_bits(host: Host) -> None:
     host.new()
     host.read({0: tokens(20)})
-    first = host.read({0: [5]})  # keeps the state of 20 tokens
+    first = host.read({0: [5]})  # makes a checkpoint of 20 tokens
     host.read({0: tokens(30, 1)})
     before = host.cache.stats().tokens_replayed
     assert host.rm(0, 20)
@@ -266,19 +266,19 @@ def more_tokens_than_a_batch_holds(host: Host) -> None:
     for p0 in (301, 300, 299, 130, 64, 1):
         assert host.rm(0, p0)
         host.in_step()
-        host.goes_on()
+        host.continues()
         host.rm(0, min(p0, 299))
         host.read({0: tokens(300)[len(host.ids[0]) :]})
     host.new({"checkpoint_cells": 1, "checkpoint_interval": 10_000}, n_seq_max=2)
     host.read({0: tokens(200)})
-    assert host.rm(0, 180)  # reads 180 tokens again, in 3 batches
+    assert host.rm(0, 180)  # replays 180 tokens, in 3 batches
     host.in_step()
     assert host.cache.stats().tokens_replayed >= 150
-    host.goes_on()
+    host.continues()
 
 
 @scenario()
-def several_sequences_go_back_and_the_others_stay(host: Host) -> None:
+def several_sequences_roll_back_and_the_others_stay(host: Host) -> None:
     host.new()
     host.read({seq: tokens(15, seq) for seq in range(4)})
     for i in range(20):
@@ -287,7 +287,7 @@ def several_sequences_go_back_and_the_others_stay(host: Host) -> None:
         assert host.rm(seq, p0)
         host.in_step()
     for seq in range(4):
-        host.goes_on(seq, 60 + seq)
+        host.continues(seq, 60 + seq)
     host.read({seq: [70 + seq] for seq in range(4)})
     for seq in (3, 1):
         assert host.rm(seq, len(host.ids[seq]) - 1)
@@ -297,7 +297,7 @@ def several_sequences_go_back_and_the_others_stay(host: Host) -> None:
 
 
 @scenario()
-def forks_go_back_each_for_itself(host: Host) -> None:
+def forks_roll_back_each_for_itself(host: Host) -> None:
     host.new()
     host.read({0: tokens(40)})
     host.read({0: [5]})
@@ -307,19 +307,19 @@ def forks_go_back_each_for_itself(host: Host) -> None:
     assert host.rm(1, 30) and host.rm(2, 41) and host.rm(3, 40)
     host.in_step()
     for seq in range(4):
-        host.goes_on(seq, 20 + seq)
+        host.continues(seq, 20 + seq)
     host.rm(0, -1)
     assert host.rm(2, 25)  # by the checkpoints of the sequence it came from, which is gone
-    host.goes_on(2)
+    host.continues(2)
     host.cp(2, 0)
     assert host.rm(0, 10)
-    host.goes_on(0)
-    host.goes_on(2)
+    host.continues(0)
+    host.continues(2)
 
 
 @scenario()
 def another_sequence_takes_the_place(host: Host) -> None:
-    """A sequence id that is used anew does not go back to what it was before."""
+    """A sequence id that is used anew does not roll back to what it was before."""
     host.new()
     host.read({1: tokens(40)})
     host.read({1: [5]})
@@ -328,13 +328,13 @@ def another_sequence_takes_the_place(host: Host) -> None:
     host.read({1: [5]})
     assert host.rm(1, 29)
     host.in_step()
-    host.goes_on(1)
+    host.continues(1)
     host.rm(1, -1)
     host.cp(0, 1)  # an empty one
     assert host.last(1) == -1 and host.rm(1, 5)
     host.read({1: tokens(9, 2)})
     assert host.rm(1, 4)
-    host.goes_on(1)
+    host.continues(1)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def unknown_tokens_are_a_refusal_with_nothing_changed(host: Host) -> None:
 
 @scenario()
 def tokens_after_embeddings_are_not_guessed(host: Host) -> None:
-    """The state before them can be had back, those behind can't."""
+    """A rollback reaches the state before them, not those behind."""
     host.new()
     host.read({0: tokens(20)})
     host.read({0: [5]})
@@ -365,7 +365,7 @@ def tokens_after_embeddings_are_not_guessed(host: Host) -> None:
     assert host.machine.decode([((0,), 8, 22, True)], 0)[0] == 0
     assert not host.rm(0, 22) and host.last() == 22
     assert host.rm(0, 21)
-    host.goes_on()
+    host.continues()
 
 
 @scenario()
@@ -379,17 +379,17 @@ def a_state_that_was_loaded_has_no_past(host: Host) -> None:
     host.ids[0] = [*tokens(40), 5]
     host.in_step()
     assert not host.rm(0, 30) and host.last() == 40
-    host.goes_on()
+    host.continues()
     assert host.machine.load(state, 0, 2) == len(state)
     host.ids[2] = [*tokens(40), 5]
     assert not host.rm(2, 40) and host.last(2) == 40
-    host.goes_on(2)
+    host.continues(2)
     assert host.rm(1, 5)
-    host.goes_on(1)
+    host.continues(1)
 
 
 @scenario()
-def no_more_than_max_replay_tokens_are_read_again(host: Host) -> None:
+def no_more_than_max_replay_tokens_are_replayed(host: Host) -> None:
     host.new({"max_replay": 10, "checkpoint_interval": 10_000})
     host.read({0: tokens(31)})
     host.read({0: [5]})  # a checkpoint at 31
@@ -401,9 +401,9 @@ def no_more_than_max_replay_tokens_are_read_again(host: Host) -> None:
     assert host.machine.save(0, 0) == state and host.cache.stats().tokens_replayed == 0
     assert host.rm(0, 41)
     assert host.cache.stats().tokens_replayed == 10
-    host.goes_on()
+    host.continues()
     assert host.rm(0, 10)
-    host.goes_on()
+    host.continues()
     assert host.cache.stats().tokens_replayed == 20
 
 
@@ -423,14 +423,14 @@ def impossible_requests_change_nothing(host: Host) -> None:
         assert not host.lib.llama_memory_seq_rm(host.memory, seq, 3, -1)
     assert not host.lib.llama_memory_seq_rm(host.memory, -1, 3, -1)
     host.in_step()
-    host.goes_on()
+    host.continues()
 
 
 # --- hybrids: both halves --------------------------------------------------------------------------------------------
 
 
 @scenario(*HYBRIDS)
-def the_attention_half_goes_back_with_the_other(host: Host) -> None:
+def the_attention_half_rolls_back_with_the_other(host: Host) -> None:
     """Saved states hold both halves: as long as those of a fresh run, so nothing is there twice or missing."""
     host.new(n_seq_max=1)
     for p0 in (1, 15, 31, 32, 39):
@@ -443,7 +443,7 @@ def the_attention_half_goes_back_with_the_other(host: Host) -> None:
 
 
 @scenario(*HYBRIDS)
-def a_removal_in_the_middle_ends_the_way_back(host: Host) -> None:
+def after_a_removal_in_the_middle_rollback_is_refused(host: Host) -> None:
     """The attention half has lost tokens that the state has read: no replay can give what was there."""
     host.new(n_seq_max=2)
     host.read({0: tokens(40)})
@@ -453,7 +453,7 @@ def a_removal_in_the_middle_ends_the_way_back(host: Host) -> None:
 
 
 @scenario()
-def positions_that_were_shifted_end_the_way_back(host: Host) -> None:
+def after_shifted_positions_rollback_is_refused(host: Host) -> None:
     host.new(n_seq_max=2)
     host.read({0: tokens(40)})
     host.read({0: [5]})
@@ -465,7 +465,7 @@ def positions_that_were_shifted_end_the_way_back(host: Host) -> None:
 
 
 @scenario(*PURE)
-def any_conversation_goes_on_from_any_other(host: Host) -> None:
+def any_conversation_continues_any_other(host: Host) -> None:
     """The checkpoints of a sequence that is gone serve the next with the same beginning."""
     host.new(n_seq_max=2)
     host.read({0: tokens(40)})
@@ -475,11 +475,11 @@ def any_conversation_goes_on_from_any_other(host: Host) -> None:
     assert n_tokens == 40
     host.ids[1] = tokens(40)
     host.in_step()
-    host.goes_on(1)
+    host.continues(1)
 
 
 @scenario(*HYBRIDS)
-def no_conversation_goes_on_from_another(host: Host) -> None:
+def no_conversation_continues_another(host: Host) -> None:
     """Their attention halves differ."""
     host.new(n_seq_max=2)
     host.read({0: tokens(40)})
@@ -489,12 +489,12 @@ def no_conversation_goes_on_from_another(host: Host) -> None:
     assert host.lengths() == []
 
 
-# --- taking back steps (n_rs_seq) ------------------------------------------------------------------------------------
+# --- rollback by snapshots (n_rs_seq) --------------------------------------------------------------------------------
 
 
 @scenario()
 def with_snapshots_of_steps_any_position_too(host: Host) -> None:
-    """n_rs_seq > 0, which llama.cpp grants to some models; further back a checkpoint serves."""
+    """n_rs_seq > 0, which llama.cpp grants to some models; before the snapshots a checkpoint serves."""
     host.new(n_rs_seq=4)
     for p0 in (1, 9, 10, 11, 13, 14, 15, 16):
         host.rm(0, -1)
@@ -504,7 +504,7 @@ def with_snapshots_of_steps_any_position_too(host: Host) -> None:
         host.read({0: [6]})
         assert host.rm(0, p0), p0
         host.in_step()
-        host.goes_on()
+        host.continues()
     assert host.cache.stats().checkpoints_used > 0
 
 
@@ -520,14 +520,14 @@ def a_batch_is_undone_whole_or_in_part(host: Host) -> None:
             host.read({0: tokens(5, 1)}, outputs="all")
             assert host.rm(0, 11 + accepted), accepted
             host.in_step()
-            host.goes_on()
-            host.goes_on(token=4)
+            host.continues()
+            host.continues(token=4)
             assert host.rm(0, 11)
-            host.goes_on()
+            host.continues()
 
 
 @scenario()
-def states_that_were_taken_back_are_kept_as_they_are(host: Host) -> None:
+def checkpoints_of_rolled_back_states_do_not_change(host: Host) -> None:
     """A checkpoint of a state that is to be read from a snapshot behind its cell."""
     host.new(n_rs_seq=3)
     host.read({0: tokens(20)})
@@ -538,8 +538,8 @@ def states_that_were_taken_back_are_kept_as_they_are(host: Host) -> None:
         host.read({0: [40 + i], 1: [i]})
     assert host.rm(0, 18)
     host.in_step()
-    host.goes_on()
-    host.goes_on(1)
+    host.continues()
+    host.continues(1)
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ def _n_nodes(host: Host, add: Mapping[int, Sequence[int]]) -> int:
 
 
 @scenario()
-def a_decode_that_was_aborted_anywhere_can_be_taken_back(host: Host) -> None:
+def a_decode_that_was_aborted_anywhere_can_be_rolled_back(host: Host) -> None:
     rng = random.Random(3)
     host.new()
     n_nodes = _n_nodes(host, {0: tokens(50)})
@@ -567,13 +567,13 @@ def a_decode_that_was_aborted_anywhere_can_be_taken_back(host: Host) -> None:
         assert host.last() <= 90
         assert host.rm(0, 41)  # as a host does that knows what it has read
         host.in_step()
-        host.goes_on()
-        host.goes_on(1)
+        host.continues()
+        host.continues(1)
 
 
 @scenario()
-def after_an_abort_nothing_goes_on_by_itself(host: Host) -> None:
-    """Without going back the next decode is refused, or right."""
+def after_an_abort_nothing_continues_by_itself(host: Host) -> None:
+    """Without a rollback the next decode is refused, or right."""
     host.new()
     for after in (0, 1, 40, 150):
         host.rm(0, -1)
@@ -603,8 +603,8 @@ def after_an_abort_the_sequence_starts_at_zero_without_being_removed(host: Host)
         if status == 0:
             assert logits is not None
             close(logits, host.fresh(tokens(12, 2)))
-            host.goes_on()
-    host.goes_on(1)
+            host.continues()
+    host.continues(1)
 
 
 @scenario()
@@ -620,12 +620,12 @@ def an_abort_with_several_sequences_loses_none(host: Host) -> None:
             assert host.rm(seq, len(host.ids[seq])), seq
         host.in_step()
         for seq in range(4):
-            host.goes_on(seq)
+            host.continues(seq)
 
 
 @scenario()
 def an_abort_inside_a_replay(host: Host) -> None:
-    """False, with nothing changed in a pure model; in a hybrid the sequence is lost until it goes back or begins."""
+    """False, with nothing changed in a pure model; in a hybrid the sequence is lost until a rollback or a new start."""
     rng = random.Random(4)
     host.new({"checkpoint_interval": 10_000})
     for _ in range(8):
@@ -642,17 +642,17 @@ def an_abort_inside_a_replay(host: Host) -> None:
             host.ids[0] = ids[:p0]
         elif not host.hybrid:
             assert host.last() == 60
-            host.goes_on()
+            host.continues()
             host.ids[0] = [*ids, 9]
         else:
             status, _ = host.status({0: [6]})
-            assert status != 0, "a sequence that has lost its state went on"
+            assert status != 0, "a sequence that has lost its state continued"
             host.ids[0] = list(ids)
         p1 = rng.randrange(1, 60)
         assert host.rm(0, p1)  # also where a checkpoint lies that the attention half no longer has
         host.in_step()
-        host.goes_on()
-        host.goes_on(1)
+        host.continues()
+        host.continues(1)
 
 
 @scenario()
@@ -672,12 +672,12 @@ def a_callback_that_raises_inside_a_replay(host: Host) -> None:
                 assert not done
                 if not host.hybrid:
                     assert host.last() == 59
-                    host.goes_on()
+                    host.continues()
                     host.ids[0] = [*ids, 9]
                 assert host.rm(0, 50)
             host.in_step()
-            host.goes_on()
-            host.goes_on(1)
+            host.continues()
+            host.continues(1)
 
 
 @scenario()
@@ -693,8 +693,8 @@ def a_callback_that_raises_in_a_decode(host: Host) -> None:
                 del host.ids[0][20:]
             assert host.rm(0, 20)
             host.in_step()
-            host.goes_on()
-            host.goes_on(1)
+            host.continues()
+            host.continues(1)
 
 
 @scenario()
@@ -705,12 +705,12 @@ def a_seq_rm_that_raises_is_a_refusal(host: Host) -> None:
         with failing(method):
             assert not host.lib.llama_memory_seq_rm(host.memory, 0, 7, -1)
         host.in_step()
-    host.goes_on()
+    host.continues()
 
 
 @scenario()
-def an_interrupt_in_the_middle_of_going_back(host: Host) -> None:
-    """Whatever is raised, at each step of it: the sequence is where it was, gone back, or lost; never wrong."""
+def an_interrupt_in_the_middle_of_a_rollback(host: Host) -> None:
+    """Whatever is raised, at each step of it: the sequence is where it was, rolled back, or lost; never wrong."""
     for method in ("_hold", "_go_to", "_replay", "changed"):
         host.new({"checkpoint_interval": 10_000})
         host.read({0: tokens(40), 1: tokens(6, 1)})
@@ -718,13 +718,13 @@ def an_interrupt_in_the_middle_of_going_back(host: Host) -> None:
             host.lib.llama_memory_seq_rm(host.memory, 0, 7, -1)
         assert host.rm(0, 5), method
         host.in_step()
-        host.goes_on()
-        host.goes_on(1)
+        host.continues()
+        host.continues(1)
         host.cache.table.check()
 
 
 @scenario()
-def the_state_that_is_left_does_not_take_the_cell_of_the_one_it_goes_to(host: Host) -> None:
+def an_abandoned_state_does_not_evict_the_checkpoint_that_replaces_it(host: Host) -> None:
     for p0 in (40, 41, 55):
         host.new({"checkpoint_cells": 2})
         host.read({0: tokens(20)})
@@ -736,7 +736,7 @@ def the_state_that_is_left_does_not_take_the_cell_of_the_one_it_goes_to(host: Ho
         assert host.lengths() == [20, 40]
         assert host.rm(0, p0)  # leaves 50 tokens behind, worth a checkpoint
         host.in_step()
-        host.goes_on()
+        host.continues()
 
 
 @scenario()
@@ -757,7 +757,7 @@ def a_sequence_that_was_lost_and_removed_has_no_past(host: Host) -> None:
         for p0 in (58, 50, 41, 40, 39):
             assert host.rm(0, p0)
             host.in_step()
-            host.goes_on()
+            host.continues()
 
 
 @scenario()
@@ -773,10 +773,10 @@ def a_replay_that_failed_ends_what_lay_behind_it(host: Host) -> None:
     for p0 in (110, 95, 90, 61, 45):
         assert host.rm(0, p0), p0
         host.in_step()
-        host.goes_on()
+        host.continues()
 
 
-# --- room ------------------------------------------------------------------------------------------------------------
+# --- cells and memory ------------------------------------------------------------------------------------------------
 
 
 @scenario()
@@ -796,7 +796,7 @@ def few_cells_for_checkpoints_are_never_an_error(host: Host) -> None:
             if max(map(len, host.ids.values())) > 200:
                 break
         for seq in range(4):
-            host.goes_on(seq)
+            host.continues(seq)
         assert host.cache.table.used <= 4 + cells and len(host.lengths()) <= cells
         if cells == 1:
             assert host.cache.stats().checkpoints_skipped > 0
@@ -813,7 +813,7 @@ def memory_is_bounded_by_bytes_and_freed_on_clear(host: Host) -> None:
     stats = host.cache.stats()
     assert stats.checkpoints <= 3 and stats.bytes == 3 * cell and stats.checkpoints_evicted > 0
     assert host.rm(0, 150)
-    host.goes_on()
+    host.continues()
     host.lib.llama_memory_clear(host.memory, True)
     assert host.lengths() == [] and host.cache.table.used == 0
 
@@ -844,11 +844,11 @@ def whole_states_come_and_go_while_checkpoints_stay(host: Host) -> None:
     host.in_step()
     for seq in (0, 1):
         assert not host.rm(seq, 3)  # nobody knows what it has read
-        host.goes_on(seq)
+        host.continues(seq)
     host.rm(0, -1)
     host.read({0: tokens(40)})
     assert host.rm(0, 30)
-    host.goes_on()
+    host.continues()
 
 
 @scenario()
@@ -861,8 +861,8 @@ def a_context_is_freed_with_live_checkpoints(host: Host) -> None:
     host.read({0: [5]})
     host.machine.free(0)
     assert cache.closed and made is not None
-    kept = cache.checkpoints
-    for use in (lambda: kept.restore(made, 0), lambda: kept.release(made), lambda: kept.all()):
+    calls = cache.checkpoints
+    for use in (lambda: calls.restore(made, 0), lambda: calls.release(made), lambda: calls.all()):
         try:
             use()
         except RcacheError as error:
@@ -871,7 +871,7 @@ def a_context_is_freed_with_live_checkpoints(host: Host) -> None:
             raise AssertionError("used after its context was freed")
     host.new()
     host.read({0: tokens(9)})
-    host.goes_on()
+    host.continues()
 
 
 @scenario()
@@ -897,7 +897,7 @@ def a_continued_prompt_needs_no_checkpoint(host: Host) -> None:
     for i in range(5):
         assert host.rm(0, len(host.ids[0]))
         host.read({0: tokens(20, i)})
-    host.goes_on()
+    host.continues()
     stats = host.cache.stats()
     assert stats.tokens_read == 101 and stats.tokens_replayed == stats.checkpoints_used == 0
 
@@ -912,16 +912,16 @@ def classic_placement_and_consecutive_ids(host: Host) -> None:
             assert host.rm(seq, max(1, len(host.ids[seq]) - 3 - seq))
         host.in_step()
         for seq in range(4):
-            host.goes_on(seq)
+            host.continues(seq)
 
 
-# --- anything --------------------------------------------------------------------------------------------------------
+# --- random operations -----------------------------------------------------------------------------------------------
 
 
 @scenario()
 def random_operations_on_several_sequences(host: Host) -> None:
-    """Reading, going back, forks, removals, failures, saved states: every sequence always as a fresh run."""
-    kinds = {"read": 6, "one": 8, "back": 8, "cp": 2, "rm": 1, "abort": 2, "save": 1, "load": 1}
+    """Prefill, decode, rollback, forks, removals, failures, saved states: every sequence always as a fresh run."""
+    kinds = {"read": 6, "one": 8, "rollback": 8, "cp": 2, "rm": 1, "abort": 2, "save": 1, "load": 1}
     for seed in range(2):
         rng = random.Random(seed)
         options = {"checkpoint_cells": rng.choice((1, 2, 5, 16)), "checkpoint_interval": rng.choice((8, 32, 512))}
@@ -937,7 +937,7 @@ def random_operations_on_several_sequences(host: Host) -> None:
                 host.read({s: tokens(rng.randint(1, 14), 9 * step + s) for s in some})
             elif kind == "one":
                 host.read({s: [rng.randrange(1, N_VOCAB)] for s in some})
-            elif kind == "back" and host.ids[seq]:
+            elif kind == "rollback" and host.ids[seq]:
                 p0 = rng.randint(1, len(host.ids[seq]) + 1)
                 known = len(host.cache.checkpoints.tokens(seq)) >= min(p0, len(host.ids[seq]))
                 done = host.rm(seq, p0)
@@ -961,7 +961,7 @@ def random_operations_on_several_sequences(host: Host) -> None:
             host.in_step()
             host.cache.table.check()
             if host.ids[seq] and rng.random() < 0.5:
-                host.goes_on(seq, rng.randrange(1, N_VOCAB))
+                host.continues(seq, rng.randrange(1, N_VOCAB))
 
 
 @pytest.mark.parametrize(("model", "name"), scenario.cases())

@@ -1,4 +1,4 @@
-"""The reference host against a float64 Mamba, and each way in which it can be misused."""
+"""Proves that the reference host agrees with a float64 Mamba, and refuses each way in which it can be misused."""
 
 from __future__ import annotations
 
@@ -363,9 +363,9 @@ def test_without_outputs_the_states_still_move_on(n_ubatch: int, plain: MambaMod
 def test_results_are_the_callers_own(plain: MambaModel) -> None:
     with context(plain) as ctx:
         first = ctx.decode([1])
-        kept = first.copy()
+        copied = first.copy()
         ctx.decode([2])
-        assert np.array_equal(first, kept)
+        assert np.array_equal(first, copied)
 
 
 def test_tokens_go_on_where_the_sequence_ends(plain: MambaModel) -> None:

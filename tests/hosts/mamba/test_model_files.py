@@ -1,4 +1,4 @@
-"""Model files that cannot be: each ends in a `ModelError` that names the file and the field or tensor."""
+"""Proves that each wrong model file ends in a `ModelError` that names the file and the field or tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits."""
+"""Proves how tokens are drawn from logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model in stock llama-cpp-python and in the reference host, and the random models for benchmarks.
+"""Proves that the bundled and the benchmarks' random models agree in stock llama-cpp-python and the reference host.
 
 Both libraries bring a libggml of their own, so each runs in a child process that never sees the other one.
 """

@@ -1,4 +1,4 @@
-"""The tokenizer against a plain BPE written here, and files whose vocabulary cannot be."""
+"""Proves that the tokenizer agrees with a plain BPE written here, and that wrong vocabularies are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_words_are_split_as_gpt2_does_and_merged_by_rank(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_comes_back(text: str) -> None:
+def test_decode_gives_back_any_encoded_text(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
     assert TOKENIZER.decode(TOKENIZER.encode(text, special=True), special=True) == text
 

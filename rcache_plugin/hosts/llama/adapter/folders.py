@@ -65,7 +65,7 @@ def using_cache() -> Iterator[None]:
         yield
     except OSError as e:
         raise CacheFolderError(
-            f"cannot use the folder {cache_dir()}: {e}; make room or correct its rights, or set {ENV_CACHE_DIR}"
+            f"cannot use the folder {cache_dir()}: {e}; free some space or correct its rights, or set {ENV_CACHE_DIR}"
         ) from e
 
 

@@ -1,6 +1,6 @@
 """Gets llama.cpp's internal headers of one version out of the source distribution of llama-cpp-python.
 
-The installed package has not got them. About 1 MB of headers is kept in the cache folder.
+The installed package has not got them. About 1 MB of headers stays in the cache folder.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Headers:
 def get_headers(version: str, *, progress: Progress | None = print) -> Headers:
     """The headers of `version` (without a local part) from the cache folder, else out of its source distribution.
 
-    That is `RCACHE_LLAMA_SDIST` if set, else what pip downloads (50 to 80 MB, of which 1 MB is kept). Raises
+    That is `RCACHE_LLAMA_SDIST` if set, else what pip downloads (50 to 80 MB, of which 1 MB stays). Raises
     `HeadersNotFound`, `CacheFolderError`.
     """
     say = say_with(progress)

@@ -1,4 +1,4 @@
-"""Loads adapter and libllama as a host does, and looks where libllama's references have gone.
+"""Loads adapter and libllama as a host does, and looks what libllama's references are bound to.
 
 `llama_symbols.check_loaded` runs this file in a process of its own: a job as JSON on stdin, what was found as JSON on
 stdout. It runs without any package, so it imports none.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ....errors import counted
 from .errors import LlamaBuildError, NotInterposable, SymbolsDiffer
 from .found import DISTRIBUTION, ENV_LIB_PATH, SUPPORTED
 from .process import last_lines, python
@@ -148,8 +149,8 @@ def check_interposable(libllama: SharedObject) -> None:
     absent = [start for start in _CALLED if not any(name.startswith(start) for name in members)]
     if absent:
         raise refuse(
-            f"it does not export the class llama_memory_recurrent ({len(members)} names of it found), as after "
-            "link-time optimisation or with hidden visibility"
+            f"it does not export the class llama_memory_recurrent ({counted(len(members), 'name')} of it found), as "
+            "after link-time optimisation or with hidden visibility"
         )
     if libllama.symbolic:
         raise refuse("it was linked with -Bsymbolic")
@@ -187,8 +188,8 @@ def check_symbols(adapter: SharedObject, libllama: SharedObject) -> None:
         lines += [f"the adapter should not define {name}" for name in sorted(extra)]
         lines += [f"the adapter defines with the wrong visibility {name}" for name in sorted(hidden)]
         raise SymbolsDiffer(
-            f"the adapter's class and the one in {libllama.path} differ ({len(lines)} names): this libllama was not "
-            f"built from the same source. Reinstall {DISTRIBUTION}, and unset {ENV_LIB_PATH} if it is set\n"
+            f"the adapter's class and the one in {libllama.path} differ ({counted(len(lines), 'name')}): this libllama "
+            f"was not built from the same source. Reinstall {DISTRIBUTION}, and unset {ENV_LIB_PATH} if it is set\n"
             + "\n".join(lines),
             missing | hidden,
             extra,
@@ -231,8 +232,8 @@ def check_loaded(adapter: SharedObject, libllama: SharedObject, ggml_version: st
     wrong = found["elsewhere"] or found["unbound"]
     if wrong:
         raise NotInterposable(
-            f"with the adapter loaded first, {libllama.path} still uses its own {wrong[0]} ({len(wrong)} names in "
-            f"all); is another copy of libllama preloaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
+            f"with the adapter loaded first, {libllama.path} still uses its own {wrong[0]} "
+            f"({counted(len(wrong), 'name')} in all); is another copy of libllama preloaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
         )
     if found["unresolved"]:
         names = found["unresolved"]

@@ -1,4 +1,4 @@
-"""Building the llama.cpp adapter: the compiler, the cache folder, processes at the same time, and the real thing."""
+"""Proves how the llama.cpp adapter is built: the compiler, the cache folder, several processes, and the real thing."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_failed_smoke_run_leaves_no_object(build_cache: Path, small_install: L
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
-def test_without_compiler_what_is_there_is_used(build_cache: Path, small_install: LlamaInstall, monkeypatch) -> None:
+def test_without_compiler_a_built_adapter_is_used(build_cache: Path, small_install: LlamaInstall, monkeypatch) -> None:
     path = build.build(small_install, progress=None)
     monkeypatch.setenv("PATH", "")
     assert build.build(small_install, progress=None) == path

@@ -1,4 +1,4 @@
-"""Finding the installed llama-cpp-python: every refusal with what it tells, and the versions that are known."""
+"""Proves how the installed llama-cpp-python is found: every refusal with its message, and the known versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Getting llama.cpp's internal headers: downloads, archives that are not what they should be, the cache folder."""
+"""Proves how llama.cpp's internal headers are fetched: downloads, archives with wrong content, the cache folder."""
 
 from __future__ import annotations
 

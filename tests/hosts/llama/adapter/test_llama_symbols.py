@@ -1,4 +1,4 @@
-"""Reading shared objects, and the checks of adapter and libllama: each refusal with what it tells."""
+"""Proves how shared objects are read, and the checks of adapter and libllama: each refusal with its message."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 /*
- * What the adapter's files share. It stands in a namespace with hidden visibility, so that the shared object exports none
- * of it: a name that libllama has too would take the place of libllama's own.
+ * What the adapter's files share. Its namespace has hidden visibility, so that the shared object exports none of it: a
+ * name that libllama has too would replace libllama's own.
  */
 #pragma once
 
@@ -27,7 +27,7 @@ struct memory_state {
     uint32_t               tail        = 0;       // tokens at the end of a prompt that get a ubatch of their own
     uint32_t               tail_from   = 0;       // in prompts of at least so many tokens
     std::set<llama_seq_id> broken;                // sequences that a failed step has emptied in our half only
-    bool                   silent      = false;   // seq_pos_min tells nothing: a hybrid memory then tells the other half's
+    bool                   silent      = false;   // seq_pos_min answers -1: a hybrid memory then answers for the other half
 
     ~memory_state() {
         if (table) {
@@ -53,7 +53,7 @@ int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens
 
 // tensors.cpp
 
-// The tensors that `get` tells for layers 0 to n_layer - 1; null where a layer has none. Throws if it fails.
+// The tensors that `get` gives for layers 0 to n_layer - 1; null where a layer has none. Throws if it fails.
 std::vector<ggml_tensor *> tensors_of(
     const rcache_vtable * table, int32_t (*get)(void * user, int32_t il, void ** tensor), uint32_t n_layer);
 

@@ -3,14 +3,14 @@
  *
  *   llama_memory_recurrent::init_batch    splits a batch and asks the table for slots
  *   llama_memory_recurrent::init_full     the context for the largest graph
- *   llama_memory_recurrent::init_update   never an update; tells whose memory this is
+ *   llama_memory_recurrent::init_update   never an update; notes the memory's llama_context
  *   llama_memory_recurrent::prepare       whether all ubatches have a slot
  *   llama_memory_recurrent::find_slot     the slot of the next ubatch, with its cells taken
  *   llama_memory_recurrent_context        one decode under way: its ubatches, and what the graph asks of the slot
  *                                         (get_r_l, get_s_l, get_p_l and get_size: tensors.cpp)
  *
  * A batch is split as llama.cpp's own code splits it, with two exceptions for models without attention: ubatches need not
- * hold consecutive sequence ids, and the last token of a prompt gets a ubatch of its own, so that there is a state of just
+ * hold consecutive sequence ids, and the last token of a prompt gets a ubatch of its own, so that there is a checkpoint
  * before it.
  */
 
@@ -70,7 +70,7 @@ bool in_order(const std::vector<llama_ubatch> & ubatches) {
 }
 
 // A hybrid memory takes a sequence as empty when one half is: after a step that failed ours is, after a restore that
-// failed in the attention half that one. When such a sequence starts at position 0, what the other half still holds goes.
+// failed in the attention half that one. When such a sequence starts at position 0, the other half's rest is removed.
 // (After seq_keep llama.cpp's attention half holds what it should have forgotten; that is left as it is.)
 void drop_left_over(memory_state & state, const std::vector<llama_ubatch> & ubatches) {
     std::set<llama_seq_id> seen;

@@ -1,11 +1,11 @@
 /*
- * The beginning and the end of a memory, and what Python calls. In place of llama.cpp's:
+ * Lifetime of a memory, and what Python calls. In place of llama.cpp's:
  *
  *   llama_memory_recurrent::llama_memory_recurrent   has the factory make a cache, and takes its tensors
  *   llama_memory_recurrent::~llama_memory_recurrent  stays llama.cpp's: it is inlined into the hybrid memories
  *
- * All that is ours hangs on one empty backend buffer, which sits in the class's list of buffers and is freed with the
- * object, whoever destroys it.
+ * Our part is owned by one empty backend buffer in the class's list of buffers, which is freed with the object, whoever
+ * destroys it.
  */
 
 #include "adapter.h"

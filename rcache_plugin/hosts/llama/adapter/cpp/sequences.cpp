@@ -1,6 +1,6 @@
 /*
- * Operations on sequences. Each asks the table; seq_rm may roll a sequence back, which the table does from a checkpoint and
- * by a replay: a llama_decode of the tokens from there on. In place of llama.cpp's:
+ * Operations on sequences. Each asks the table. seq_rm may roll a sequence back: the table restores a checkpoint and has
+ * the tokens from there on replayed, by llama_decode. In place of llama.cpp's:
  *
  *   llama_memory_recurrent::clear                              empties all sequences
  *   llama_memory_recurrent::seq_rm                             removes or rolls back a sequence
@@ -8,7 +8,7 @@
  *   llama_memory_recurrent::seq_add, seq_div                   shifts and divides positions
  *   llama_memory_recurrent::seq_pos_min, seq_pos_max           first and last position
  *   llama_memory_recurrent::get_can_shift                      whether positions may be shifted
- *   llama_memory_recurrent::set_rs_idx                         how far a sequence is rolled back by kept snapshots
+ *   llama_memory_recurrent::set_rs_idx                         how far a sequence is rolled back by snapshots
  */
 
 #include "adapter.h"
@@ -18,7 +18,7 @@
 
 namespace rcache {
 
-// No outputs, in batches as large as the context takes.
+// Without outputs, in batches as large as the context takes.
 int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens) {
     auto & state = state_of(*static_cast<llama_memory_recurrent *>(data));
     if (!state.lctx || state.n_batches > 0) {
@@ -54,7 +54,7 @@ using namespace rcache;
 
 namespace {
 
-// Gives up the last slot, and notes which sequences are empty by that: bystanders in its window too.
+// Discards the last slot, and notes which sequences lose their states by that: bystanders in its window too.
 void discard(memory_state & state, uint32_t n_seq_max) {
     const auto * table = state.table;
     std::vector<llama_pos> before(n_seq_max, -1), after(n_seq_max, -1);
@@ -128,8 +128,8 @@ bool llama_memory_recurrent::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos
         return true;
     }
     if (state.n_batches > 0) {
-        // llama_decode takes back a ubatch that it could not compute: its rows may be half written. It does so sequence by
-        // sequence, and no other decode is possible meanwhile; the first call is for all
+        // llama_decode removes a ubatch that it could not compute: its rows may be half written. It does so sequence by
+        // sequence, and no other decode is possible meanwhile; the first call discards the slot for all
         if (last >= std::max(p0, 0)) {
             discard(state, n_seq_max);
         }
@@ -190,7 +190,7 @@ bool llama_memory_recurrent::get_can_shift() const {
 }
 
 void llama_memory_recurrent::set_rs_idx(llama_seq_id seq_id, uint32_t idx) {
-    // the table counts its own rollbacks; this one is kept for whoever reads the member
+    // the table counts its own rollbacks; the member is for whoever else reads it
     if (seq_id < 0) {
         std::fill(rs_idx.begin(), rs_idx.end(), 0);
     } else if ((size_t) seq_id < rs_idx.size()) {

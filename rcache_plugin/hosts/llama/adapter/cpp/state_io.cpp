@@ -10,7 +10,7 @@
  *   llama_context::state_read_data, state_seq_read_data        clean up both halves of a hybrid memory after a failure
  *   llama_context::state_load_file, state_seq_load_file        tell these two where the file ends
  *
- * The four of llama_context call libllama's own. state_clear is there in versions with RCACHE_LLAMA_HAS_STATE_CLEAR only.
+ * The four of llama_context call libllama's own. state_clear exists in versions with RCACHE_LLAMA_HAS_STATE_CLEAR only.
  */
 
 #include "adapter.h"
@@ -174,8 +174,8 @@ void llama_memory_recurrent::state_clear(llama_seq_id, uint32_t, uint32_t) {
 // llama_context: restores of hybrid memories
 //
 // A restore that fails in one half leaves the other as it may be, and some of llama.cpp's hybrid memories keep an attention
-// half that was restored already; what is decoded next would attend to it. So the two functions through which every restore
-// goes are taken over, under their own (mangled) names, for this one thing: after a failure that may have changed something
+// half that was restored already; what is decoded next would attend to it. So the two functions of every restore
+// are taken over, under their own (mangled) names, for this one thing: after a failure that may have changed something
 // the sequence, or everything, is removed from both halves. The two that restore from files tell them where the file ends.
 // Where libllama has no functions of these names, nothing changes.
 //

@@ -8,7 +8,7 @@
  *   llama_memory_recurrent_context::get_r_l, get_s_l, get_p_l  a layer's tensor, for the graph
  *   llama_memory_recurrent_context::get_size                   rows of a tensor, checkpoints' too
  *
- * size_p_bytes and get_p_l are there in versions with RCACHE_LLAMA_HAS_PLE only.
+ * size_p_bytes and get_p_l exist in versions with RCACHE_LLAMA_HAS_PLE only.
  */
 
 #include "adapter.h"

@@ -1,8 +1,9 @@
-"""Random conversations on the bundled model: whatever happens in between, the greedy text is that of a fresh Llama.
+"""Proves, with random conversations on the bundled model, that the greedy text is always that of a fresh Llama.
 
-RCACHE_TALKS conversations (200, and a quarter as many with stock `llama_cpp.Llama` under ``exec``), seeded by number;
-``make test-talks`` runs 5,000. All share a few Llamas, so that each begins with what others left. To see one again run
-``python tests/hosts/llama/test_llama_talks.py ours MODEL FIRST COUNT``, with those before it if it needs them.
+RCACHE_CONVERSATIONS conversations (200, and a quarter as many with stock `llama_cpp.Llama` under ``exec``), seeded by
+number; ``make test-conversations`` runs 5,000. All share a few Llamas, so that each begins with what others left. To
+repeat one: ``python tests/hosts/llama/test_llama_conversations.py ours MODEL FIRST COUNT``, with those before it if it
+needs them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import children
 import pytest
 from scenarios import QUIET, Interrupted
 
-TALKS = int(os.environ.get("RCACHE_TALKS", "200"))
+CONVERSATIONS = int(os.environ.get("RCACHE_CONVERSATIONS", "200"))
 TEXT = (
     "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was "
     "upon the face of the deep. And God said, Let there be light: and there was light. Blessed are the poor in spirit: "
@@ -36,7 +37,7 @@ OPTIONS: Sequence[dict[str, Any]] = (
 )
 
 
-class Talker:
+class Partner:
     """A Llama under test, with the conversations it has had."""
 
     def __init__(self, llm: Any, cache: Any) -> None:
@@ -46,8 +47,8 @@ class Talker:
         self.saved: list[tuple[list[int], Any]] = []
 
 
-class Hall:
-    """Where the talks are held: some Llamas, and one without checkpoints that is reset before each prompt."""
+class Conversations:
+    """Some Llamas that hold conversations, and one without checkpoints that is reset before each prompt."""
 
     def __init__(self, how: str, path: str) -> None:
         import rcache_plugin.hosts.llama as host
@@ -61,14 +62,14 @@ class Hall:
         arguments = {"n_ctx": 256, "n_batch": 48, "n_ubatch": 16, "n_threads": 1, "n_threads_batch": 1}
         with host.context_options(checkpoint_cells=0):
             self.plain = llama_cpp.Llama(path, verbose=False, **{**arguments, "n_batch": 256, "n_ubatch": 256})
-        self.talkers = []
+        self.partners = []
         for options in OPTIONS:
             if how == "ours":
                 llm = kind(path, verbose=False, **arguments, **options)
-                self.talkers.append(Talker(llm, llm.rcache))
+                self.partners.append(Partner(llm, llm.rcache))
             else:
                 with host.context_options(**options) as made:
-                    self.talkers.append(Talker(llama_cpp.Llama(path, verbose=False, **arguments), made[-1]))
+                    self.partners.append(Partner(llama_cpp.Llama(path, verbose=False, **arguments), made[-1]))
         self.words = self.plain.tokenize(TEXT.encode(), add_bos=False)
         self.bos = self.plain.token_bos()
         self.fresh_texts: dict[tuple[int, ...], list[int]] = {}
@@ -97,56 +98,56 @@ class Hall:
         gap = abs(row[wanted[same]] - row[found[same]])
         return bool(gap < 1e-4 * max(row[i] for i in range(self.plain.n_vocab())))
 
-    def talk(self, seed: int) -> None:
+    def hold(self, seed: int) -> None:
         """One conversation. Raises `AssertionError` with the seed and what was done."""
         rng = random.Random(seed)
-        talker = self.talkers[seed % len(self.talkers)]
+        partner = self.partners[seed % len(self.partners)]
         history = [self.bos, *self.piece(rng)]
         done: list[str] = []
         for _ in range(rng.randint(2, 5)):
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             done.append(kind)
             n = rng.choice((1, 2, 4))
-            history = self.change(rng, talker, kind, history)[:100]
-            found = answer(talker.llm, history, n)
+            history = self.change(rng, partner, kind, history)[:100]
+            found = answer(partner.llm, history, n)
             wanted = self.fresh(history, n)
             if found != wanted:
                 assert self.is_tie(history, found, wanted), (seed, done, history, found, wanted)
                 self.n_ties += 1
-            assert talker.cache.seq_pos_max(0) == talker.llm.n_tokens - 1, (seed, done)
+            assert partner.cache.seq_pos_max(0) == partner.llm.n_tokens - 1, (seed, done)
             if rng.random() < 0.7:
                 history = [*history, *found]
-        talker.cache.table.check()
-        talker.histories = [*talker.histories[-5:], history]
+        partner.cache.table.check()
+        partner.histories = [*partner.histories[-5:], history]
 
-    def change(self, rng: random.Random, talker: Talker, kind: str, history: list[int]) -> list[int]:
+    def change(self, rng: random.Random, partner: Partner, kind: str, history: list[int]) -> list[int]:
         """What happens before the next prompt, and that prompt."""
-        llm = talker.llm
+        llm = partner.llm
         if kind == "extend":
             return history + self.piece(rng)
         if kind == "edit":
             return history[: rng.randint(1, len(history))] + self.piece(rng)
         if kind == "shorter":
             return history[: rng.randint(1, len(history))]
-        if kind == "switch" and talker.histories:
-            return list(rng.choice(talker.histories))
+        if kind == "switch" and partner.histories:
+            return list(rng.choice(partner.histories))
         if kind == "new":
             return [self.bos, *self.piece(rng), *self.piece(rng)]
         if kind == "reset":
             llm.reset()
         elif kind == "save":
-            talker.saved = [*talker.saved[-3:], (list(llm._input_ids), llm.save_state())]
-        elif kind == "load" and talker.saved:
-            ids, state = rng.choice(talker.saved)
+            partner.saved = [*partner.saved[-3:], (list(llm._input_ids), llm.save_state())]
+        elif kind == "load" and partner.saved:
+            ids, state = rng.choice(partner.saved)
             llm.load_state(state)
             return [int(each) for each in ids[: rng.randint(1, max(len(ids), 1))]] or history
         elif kind in ("break", "interrupt", "abort"):
-            self.fail(rng, talker, kind, history + self.piece(rng))
+            self.fail(rng, partner, kind, history + self.piece(rng))
         return history
 
-    def fail(self, rng: random.Random, talker: Talker, kind: str, prompt: list[int]) -> None:
+    def fail(self, rng: random.Random, partner: Partner, kind: str, prompt: list[int]) -> None:
         """A generation that ends in the middle of it."""
-        llm, n = talker.llm, rng.randint(1, 4)
+        llm, n = partner.llm, rng.randint(1, 4)
         if kind == "break":
             answer(llm, prompt, n)
             return
@@ -183,29 +184,29 @@ def answer(llm: Any, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def main(how: str, path: str, first: str, count: str) -> None:
-    """Holds the talks, and prints what was read."""
-    hall = Hall(how, path)
+    """Holds the conversations, and prints what was read."""
+    conversations = Conversations(how, path)
     for seed in range(int(first), int(first) + int(count)):
-        hall.talk(seed)
-    stats = [talker.cache.stats() for talker in hall.talkers]
-    print("talks", count, "ties", hall.n_ties, *(f"{name} {sum(getattr(each, name) for each in stats)}" for name in (
-        "tokens_asked", "tokens_reused", "tokens_replayed", "tokens_read", "checkpoints_used", "checkpoints_evicted"
-    )))  # fmt: skip
+        conversations.hold(seed)
+    stats = [partner.cache.stats() for partner in conversations.partners]
+    names = ("asked", "reused", "replayed", "read")
+    totals = [*(f"tokens_{name}" for name in names), "checkpoints_used", "checkpoints_evicted"]
+    counts = (f"{name} {sum(getattr(each, name) for each in stats)}" for name in totals)
+    print("conversations", count, "ties", conversations.n_ties, *counts)
 
 
-@pytest.mark.parametrize(("how", "n_talks"), [("ours", TALKS), ("exec", TALKS // 4)])
-def test_talks(how: str, n_talks: int) -> None:
+@pytest.mark.parametrize(("how", "n_conversations"), [("ours", CONVERSATIONS), ("exec", CONVERSATIONS // 4)])
+def test_conversations(how: str, n_conversations: int) -> None:
     from rcache_plugin.hosts.mamba import bundled_model
 
     command = [sys.executable, *(["-m", "rcache_plugin", "exec"] if how == "exec" else []), __file__]
-    done = children.run(
-        [*command, how, str(bundled_model()), "0", str(n_talks)], env=QUIET, timeout=max(300, 5 * n_talks)
-    )
+    arguments = [how, str(bundled_model()), "0", str(n_conversations)]
+    done = children.run([*command, *arguments], env=QUIET, timeout=max(300, 5 * n_conversations))
     words = done.stdout.split()
     counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    assert counts["talks"] == n_talks and counts["checkpoints_used"] > n_talks
+    assert counts["conversations"] == n_conversations and counts["checkpoints_used"] > n_conversations
     assert how == "exec" or counts["tokens_reused"] > counts["tokens_asked"] / 3
-    assert counts["ties"] <= n_talks / 1000 + 1
+    assert counts["ties"] <= n_conversations / 1000 + 1
 
 
 if __name__ == "__main__":
