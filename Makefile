@@ -7,7 +7,7 @@ DEMO_PROMPT ?= In the beginning
 EXAMPLES    ?= 50000
 ORACLE_EXAMPLES ?= 20000
 STATE_EXAMPLES ?= 200000
-CONVERSATIONS       ?= 5000
+CONVERSATIONS ?= 5000
 VERSION     ?= 0.3.34
 
 VENV   := .venv
@@ -25,8 +25,8 @@ export OMP_WAIT_POLICY ?= passive
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-conversations test-archs test-compat asan bench lint native clean
-.PHONY: distclean
+.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-conversations test-archs test-compat asan bench lint
+.PHONY: native clean distclean
 
 help:
 	@echo 'make demo       generate text with the bundled model'
@@ -34,7 +34,7 @@ help:
 	@echo 'make test-fuzz  the cell table against its naive model, $(EXAMPLES) examples, and checkpoints, a tenth'
 	@echo 'make test-fuzz-state  damaged states, $(STATE_EXAMPLES) in Python and as many through C (STATE_EXAMPLES=...)'
 	@echo 'make test-oracle  the cell table against the class of llama.cpp, $(ORACLE_EXAMPLES) sequences of operations'
-	@echo 'make test-conversations   $(CONVERSATIONS) random conversations in llama-cpp-python, each text as a fresh run gives it (CONVERSATIONS=...)'
+	@echo 'make test-conversations  $(CONVERSATIONS) random conversations in llama-cpp-python, each text as a fresh run gives it'
 	@echo 'make test-archs   parity with stock on every recurrent architecture'
 	@echo 'make test-compat  the host tests with another llama-cpp-python (VERSION=0.3.34)'
 	@echo 'make asan       the C test program under AddressSanitizer'
@@ -65,7 +65,7 @@ test-oracle: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 	@RCACHE_ORACLE_EXAMPLES=$(ORACLE_EXAMPLES) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_oracle.py
 
 test-conversations: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
-	$(SAY) 'holding $(CONVERSATIONS) random conversations in llama-cpp-python: about 15 minutes'
+	$(SAY) 'running $(CONVERSATIONS) random conversations in llama-cpp-python: about 15 minutes'
 	@RCACHE_CONVERSATIONS=$(CONVERSATIONS) $(PY) -m pytest --timeout=0 -o faulthandler_timeout=0 tests/hosts/llama/test_llama_conversations.py $(PYTEST_ARGS)
 
 test-archs: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test

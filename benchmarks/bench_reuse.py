@@ -1,4 +1,4 @@
-"""Prompts that are not read twice, against stock: bench_reuse.py [--json FILE] [--rounds N] [--only turns,rollback].
+"""The prefix cache and rollback, against stock: bench_reuse.py [--json FILE] [--rounds N] [--only turns,rollback].
 
 Two processes, one of each kind, take turns round by round; the figures are medians of all rounds, the ratio is that of
 stock's to ours (above 1: ours is faster), and its spread is over the rounds. mamba-130m has real shapes and random
@@ -117,8 +117,8 @@ class Bench:
             ("edited", "edited: another last message of 23 tokens", 50),
             ("again", "the same prompt again", 50),
             ("cut", "next turn after an answer of 24 tokens, of which the last 2 are cut off", None),
-            ("longer", "next turn, nothing cut off (stock goes on too)", None),
-            ("back", "back from another conversation, 23 new tokens", None),
+            ("longer", "next turn, nothing cut off (stock continues too)", None),
+            ("return", "back from another conversation, 23 new tokens", None),
         ]
         return [self.row(found, key, f"turns {key}", name, least=least) for key, name, least in names]
 
@@ -128,15 +128,16 @@ class Bench:
 
     def prefill(self) -> list[Row]:
         found = self.measure(["prefill", model("mamba-130m"), 2000], self.rounds, other=self.without)
-        name = "reading 2,000 tokens, against ours without checkpoints"
+        name = "prefill of 2,000 tokens, against ours without checkpoints"
         rows = [self.row(found, "prefill", "prefill", name, least=0.97)]
         return [*rows, self.row(found, "prefill cpu", "prefill cpu", name + ", processor time")]
 
     def decode(self) -> list[Row]:
         case, rounds = ["decode", model("mamba-130m"), 31], 3 * self.rounds
-        rows = [self.row(self.measure(case, rounds, warm=True), "decode", "decode stock", "a token after a prompt")]
+        name = "decode of a token after a prompt"
+        rows = [self.row(self.measure(case, rounds, warm=True), "decode", "decode stock", name)]
         found = self.measure(case, rounds, other=self.without, warm=True)
-        name = "a token after a prompt, against ours without checkpoints"
+        name += ", against ours without checkpoints"
         rows.append(self.row(found, "decode", "decode", name, least=0.98))
         return [*rows, self.row(found, "decode cpu", "decode cpu", name + ", processor time")]
 
@@ -145,8 +146,10 @@ class Bench:
         for preset in ("mamba-130m", "state-24mb", "state-80mb"):
             found = self.measure(["rollback", model(preset), 9], self.rounds, seeded=False, warm=True)
             size = f"{found[0][0]['state_bytes'] / 1e6:.1f} MB"
-            rows.append(self.row(found, "keep", f"keep {preset}", f"keeping a state of {size}", unit="us"))
-            for key, name in (("back", "going back to it after a step"), ("once more", "going back to it once more")):
+            name = f"checkpoint of a state of {size}"
+            rows.append(self.row(found, "checkpoint", f"checkpoint {preset}", name, unit="us"))
+            names = {"rollback": "rollback to it after a step", "once more": "rollback to it once more"}
+            for key, name in names.items():
                 rows.append(self.row(found, key, f"{key} {preset}", f"{name}, {size}", unit="us", most=100))
         return rows
 
@@ -155,13 +158,13 @@ class Bench:
         for preset in ("mamba-130m", "state-80mb"):
             found = self.ours.run(["copies", model(preset)])
             if not (found["moved"] and found["same"]):
-                raise SystemExit(f"{preset}: the kept state did not stay where it was: {found}")
+                raise SystemExit(f"{preset}: the checkpoint did not stay in its cell: {found}")
             n_calls = sum(found["making"].values())
             name = f"making a checkpoint, {preset}"
             rows.append(Row(f"copies {preset}", name + ": rows changed", "rows", found["bytes_changed"], most=0))
             rows.append(Row(f"calls {preset}", name + ": rows copied, written or read", "rows", n_calls, most=0))
-            total = sum(found["until_back"].values())
-            name = f"and a step on it, going back, and a step from there, {preset}: rows of others moved"
+            total = sum(found["round"].values())
+            name = f"a checkpoint, a step on it, a rollback, and a step from there, {preset}: rows of others moved"
             rows.append(Row(f"round {preset}", name, "rows", total, most=0))
         return rows
 
@@ -170,7 +173,7 @@ def show(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="prompts that are not read twice, mamba-130m unless said", title_justify="left")
+    table = Table(title="prefix cache and rollback, mamba-130m unless said", title_justify="left")
     table.add_column("case")
     for name in ("stock", "ours", "ratio", "spread", "aim", ""):
         table.add_column(name, justify="right", no_wrap=True)

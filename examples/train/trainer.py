@@ -41,7 +41,7 @@ def token_stream(tokens: Tensor, n_seq: int, n_time: int, start: int, epoch_seed
     """(step, int64 [n_seq, n_time + 1]) for one epoch, from step ``start`` on.
 
     The text is rotated by a random amount and cut into ``n_seq`` rows that are read side by side, so segment i + 1 of a
-    row goes on where segment i ended and the state can be carried over. The last token of a segment is the first of
+    row continues where segment i ended and the state can be carried over. The last token of a segment is the first of
     the next one.
     """
     offset = int(torch.randint(len(tokens), (1,), generator=torch.Generator().manual_seed(epoch_seed)))
@@ -149,7 +149,7 @@ class Trainer:
         }
 
     def restore(self, saved: dict) -> None:
-        """Go on from a checkpoint. Raises ValueError when it is of a model or a batch of another shape."""
+        """Continue from a checkpoint. Raises ValueError when it is of a model or a batch of another shape."""
         fixed = ("n_vocab", "n_embd", "n_layer", "n_seq", "n_time", "seed")
         theirs, ours = ({name: options[name] for name in fixed} for options in (saved["options"], asdict(self.options)))
         if theirs != ours:

@@ -69,9 +69,9 @@ class Script:
         """Decodes one batch.
 
         `tokens`: sequence -> tokens, which continue where this script's last decode of that sequence ended; or a list
-        of (sequence ids, token, position, output). `outputs`: "last" of each sequence, "all" or "none". `embd`: the rows
-        of a table drawn in the child stand for the tokens. `interleave`: tokens of all sequences in turn. `shift`: by
-        how much a sequence's positions moved meanwhile.
+        of (sequence ids, token, position, output). `outputs`: "last" of each sequence, "all" or "none". `embd`: the
+        rows of a table drawn in the child stand for the tokens. `interleave`: tokens of all sequences in turn. `shift`:
+        by how much a sequence's positions moved meanwhile.
         """
         for seq, by in (shift or {}).items():
             self._pos[context, seq] = self._pos.get((context, seq), 0) + by

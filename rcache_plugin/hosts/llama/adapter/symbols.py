@@ -233,7 +233,8 @@ def check_loaded(adapter: SharedObject, libllama: SharedObject, ggml_version: st
     if wrong:
         raise NotInterposable(
             f"with the adapter loaded first, {libllama.path} still uses its own {wrong[0]} "
-            f"({counted(len(wrong), 'name')} in all); is another copy of libllama preloaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
+            f"({counted(len(wrong), 'name')} in all); is another copy of libllama preloaded "
+            f"(LD_PRELOAD={os.environ.get('LD_PRELOAD', '')})?"
         )
     if found["unresolved"]:
         names = found["unresolved"]
