@@ -44,8 +44,8 @@ struct rcache_handle {
     int32_t n_pos;         /* sequences of the cache */
     int32_t pos_room;
     int32_t * pos;
-    /* What spares Python work: what it was last asked to prepare, and the sets of the last slot. Only tried for, never
-     * waited for: see op_seq_pos. */
+    /* Saves calls of Python: the ubatches last prepared, and the sets of the last slot. The lock is tried, never waited
+     * for: see op_seq_pos. */
     pthread_mutex_t step_lock;
     struct ubatches prepared;
     size_t prepared_read;         /* how much of it find_slot has taken */
@@ -93,7 +93,7 @@ static void leave(void) {
 
 static atomic_ullong next_number = 1;
 
-/* Whether all that is read below is there. What is not is left to Python, which says what is wrong. */
+/* Whether everything that is read below is present. If not, Python is called, which says what is wrong. */
 static int readable(const struct rcache_ubatch * u) {
     if (!u || u->struct_size < sizeof(*u) || !u->n_seq_id || !u->seq_id || !u->pos || u->n_seqs == 0 ||
         u->n_seq_tokens == 0 || (uint64_t) u->n_seqs * u->n_seq_tokens > MAX_TOKENS) {
@@ -293,7 +293,7 @@ static int32_t op_seq_div(void * user, int32_t seq_id, int32_t p0, int32_t p1, i
     CALL_PYTHON(user, rcache_py_seq_div(handle->key, seq_id, p0, p1, d));
 }
 
-/* Has the positions read anew if the cache has changed; 0: they could not be had. Called with pos_lock held. */
+/* Reads the positions if the cache has changed since the last time; 0: that failed. Called with pos_lock held. */
 static int positions_known(struct rcache_handle * handle) {
     const unsigned long long now = atomic_load(&handle->changes);
     if (handle->pos && handle->pos_at == now) {

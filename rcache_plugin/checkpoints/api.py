@@ -10,7 +10,7 @@ import numpy as np
 from .._access import Access
 from ..cells.spec import CacheSpec
 from ..cells.ubatch import CELL_NONE, Int32Array
-from ..errors import InvalidArgument, Unsupported
+from ..errors import InvalidArgument, Unsupported, counted
 from .history import token_array
 from .rollback import Replay, Rollback
 from .store import Checkpoint, Stats
@@ -184,7 +184,8 @@ class Checkpoints:
         with self._access:
             n_tokens = self._rollback.table.seq_pos_max(seq_id) + 1
             if len(tokens) != n_tokens:
-                raise InvalidArgument(f"{len(tokens)} tokens for a sequence of {n_tokens} positions")
+                positions = counted(n_tokens, "position")
+                raise InvalidArgument(f"{counted(len(tokens), 'token')} for a sequence of {positions}")
             if self._rollback.checkpoints is not None:
                 self._rollback.checkpoints.set_tokens(seq_id, token_array(tokens))
 

@@ -20,12 +20,12 @@ def default_checkpoint_cells(state_bytes: int) -> int:
 
 
 class Step(NamedTuple):
-    """A sequence before the next ubatch that reads tokens into it: is its state, as it is now, worth keeping?"""
+    """A sequence before the next ubatch that reads tokens into it: is its state, as it is now, worth a checkpoint?"""
 
     n_tokens: int
     """Tokens that the state has read."""
     since: int
-    """Of these, tokens read since the last checkpoint on the way."""
+    """Of these, tokens read since the last checkpoint of the lineage."""
     n_next: int
     """Tokens that the coming ubatch reads into the sequence."""
     same_batch: bool
@@ -62,7 +62,7 @@ class DefaultPolicy:
     checkpoint_interval: int = 512
     """Tokens between two checkpoints of a long text. In a prompt, at the edges of ubatches only."""
     least_abandoned: int = 32
-    """An abandoned state is kept when getting it back would take the replay of at least so many tokens."""
+    """An abandoned state becomes a checkpoint when a rollback to it would replay at least so many tokens otherwise."""
 
     @property
     def quiet_tokens(self) -> int:

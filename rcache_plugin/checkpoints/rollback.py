@@ -184,7 +184,7 @@ class Rollback:
         return done
 
     def _hold(self, store: CheckpointStore, seq_id: int, base: Checkpoint | None) -> int | None:
-        """A pin on the state that a sequence is about to abandon, so that it can be had back; None if it can't."""
+        """A pin on the state that a sequence is about to abandon, so that it can be restored; None if it can't."""
         table = self.table
         if store.hybrid or table.tail(seq_id) == CELL_NONE:
             return None
@@ -223,7 +223,7 @@ class Rollback:
             self._replaying = False
         return done and self.table.seq_pos_max(seq_id) == len(tokens) - 1
 
-    # what else happens to sequences
+    # other sequence operations
 
     def switch(self, seq_id: int, one: Checkpoint) -> None:
         """A sequence abandons its state for that of a checkpoint."""

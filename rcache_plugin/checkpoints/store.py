@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..cells.table import CellTable
 from ..cells.ubatch import CELL_NONE, UBatch
-from ..errors import InvalidArgument, StaleCheckpoint
+from ..errors import InvalidArgument, StaleCheckpoint, counted
 from .history import Histories
 from .policy import CheckpointPolicy, Step
 from .tree import PrefixTree
@@ -53,7 +53,7 @@ class Checkpoint:
     def check(self) -> Checkpoint:
         """Itself. Raises `StaleCheckpoint` when the state is gone, saying why."""
         if self._gone:
-            raise StaleCheckpoint(f"the checkpoint of {self.n_tokens} tokens is gone: {self._gone}")
+            raise StaleCheckpoint(f"the checkpoint of {counted(self.n_tokens, 'token')} is gone: {self._gone}")
         return self
 
     def end(self, why: str) -> None:
@@ -61,12 +61,12 @@ class Checkpoint:
         self._gone = why
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {self.n_tokens} tokens{', gone: ' + self._gone if self._gone else ''}>"
+        return f"<Checkpoint of {counted(self.n_tokens, 'token')}{', gone: ' + self._gone if self._gone else ''}>"
 
 
 @dataclass(slots=True)
 class Stats:
-    """What has happened since the cache was made, in counts, and what there is now."""
+    """Counts since the cache was made; checkpoints and bytes as of now."""
 
     tokens_asked: int = 0
     """Tokens of all prompts; 0 unless the host tells (`Checkpoints.count_prompt`)."""
@@ -363,7 +363,7 @@ class CheckpointStore:
         """Tokens at the start of `tokens` that some checkpoint's tokens start with too."""
         return self._tree.shared(tokens) if len(tokens) else 0
 
-    # what happens to sequences
+    # sequence operations
 
     def used(self, one: Checkpoint, seq_id: int) -> None:
         """A sequence has gone to `one`: its record is that checkpoint's now."""
@@ -396,10 +396,10 @@ class CheckpointStore:
         return True
 
     def abandon(self, seq_id: int, to: Checkpoint | None = None) -> None:
-        """A sequence is about to abandon its state for that of `to`: keeps it if the policy wants it."""
+        """A sequence is about to abandon its state for that of `to`: makes a checkpoint if the policy wants one."""
         history = self.histories[seq_id]
         if self.hybrid or not history.whole or not history.tokens:
-            return  # the attention half will not come back
+            return  # the attention half can't be restored
         if self.policy.keep_abandoned(len(history.tokens) - history.since):
             self.make(seq_id, spare=to)
 

@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptTable, InvalidArgument
+from ..errors import CorruptTable, InvalidArgument, counted
 
 V = TypeVar("V")
 
@@ -125,7 +125,7 @@ class PrefixTree(Generic[V]):
         node, end = path[-1]
         value = node.value
         if end != len(key) or value is _ABSENT:
-            raise InvalidArgument(f"nothing is stored under these {len(key) // _TOKEN_BYTES} tokens")
+            raise InvalidArgument(f"nothing is stored under this key of {counted(len(key) // _TOKEN_BYTES, 'token')}")
         parent = path[-2][0]  # the root holds no value, so there is one
         node.value = _ABSENT
         self._n_values -= 1
@@ -150,7 +150,7 @@ class PrefixTree(Generic[V]):
         Raises `InvalidArgument` for a negative `most`.
         """
         if most is not None and most < 0:
-            raise InvalidArgument(f"a prefix of at most {most} tokens: the number must not be negative")
+            raise InvalidArgument(f"a prefix of at most {most} tokens: that must not be negative")
         n_bytes, value = 0, self._root.value
         for node, end in self._steps(_key(tokens, most)):
             if node.value is not _ABSENT:
@@ -220,7 +220,7 @@ class PrefixTree(Generic[V]):
                 if id(child) in seen:
                     yield f"{name} has two parents"
                 if not child.edge or len(child.edge) % _TOKEN_BYTES or first != child.edge[:_TOKEN_BYTES]:
-                    yield f"{name} has an edge of {len(child.edge)} bytes, {child.edge[:8].hex()}"
+                    yield f"{name} has an edge of {counted(len(child.edge), 'byte')}, {child.edge[:8].hex()}"
                 if child.value is _ABSENT and len(child.children) < 2:
                     yield f"{name} has no value and {len(child.children)} children"
                 seen.add(id(child))
@@ -228,9 +228,9 @@ class PrefixTree(Generic[V]):
                 n_values += child.value is not _ABSENT
                 n_nodes += 1
                 n_bytes += len(child.edge)
-        counted, noted = (n_values, n_nodes, n_bytes // _TOKEN_BYTES), (self._n_values, self._n_nodes, self._n_tokens)
-        if counted != noted:
-            yield f"values, nodes and tokens are {noted}, counted {counted}"
+        found, noted = (n_values, n_nodes, n_bytes // _TOKEN_BYTES), (self._n_values, self._n_nodes, self._n_tokens)
+        if found != noted:
+            yield f"values, nodes and tokens are {noted}, counted {found}"
 
     # nodes; ends and lengths are in bytes
 

@@ -60,7 +60,7 @@ def test_scenario_in_c(scenario: ctypes.CDLL, placement: int, use_mask: int, cap
 
 
 @pytest.mark.parametrize("flags", [0, lib.RCACHE_SPEC_HYBRID], ids=["pure", "hybrid"])
-def test_going_back_from_c(scenario: ctypes.CDLL, flags: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rollback_from_c(scenario: ctypes.CDLL, flags: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert scenario.abi_run_checkpoints(factory_address(), flags) == 0, capfd.readouterr().err
 
 
@@ -97,7 +97,7 @@ def test_client_refuses_another_version(table: HostVTable, field: str, value: in
         TableClient(0)
 
 
-def test_original_exception_comes_back(
+def test_the_original_exception_is_raised(
     client: TableClient, cache: RecurrentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SeqIdError) as caught:

@@ -138,7 +138,7 @@ def test_an_empty_cell_in_the_window_reads_zeros_and_keeps_them(make: Any) -> No
 
 
 @pytest.mark.parametrize(("removed", "place"), [((1, 2, 3), 8), ((1, 2, 3, 4), 1)])
-def test_head_goes_back_to_0_when_enough_is_free_before_it(make: Any, removed: tuple[int, ...], place: int) -> None:
+def test_head_returns_to_0_when_enough_is_free_before_it(make: Any, removed: tuple[int, ...], place: int) -> None:
     """The head is 7: with 5 cells in use, 7 > 5 + 2 * 1 does not hold, with 4 it does. Tokens do not count."""
     cache = make(12)
     cache.step([(i,) for i in range(8)], [0] * 8)

@@ -141,7 +141,7 @@ def test_rm_takes_one_of_several_out_of_a_shared_cell() -> None:
     assert table.cell(0) == Cell(-1, -1, ())
 
 
-def test_rm_moves_the_head_back_to_the_room_it_made_never_forward() -> None:
+def test_rm_moves_the_head_back_to_the_freed_cell_never_forward() -> None:
     table = filled(6, [0, 0, 0, 0])
     step(table, [(2,)], [1])
     assert (table.head, table.n) == (2, 1)
@@ -422,7 +422,7 @@ def test_the_head_stays_inside_after_shrinking() -> None:
     assert table.columns().tail.tolist() == [1, -1, -1, -1, -1, -1, -1, 0]
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_fork_continues_by_itself() -> None:
     table = filled(4, [2, 9])
     other = table.copy()
     assert dump(other) == dump(table)

@@ -230,7 +230,7 @@ def test_live_sequences_evict_what_the_cache_made_by_itself_first() -> None:
 
 
 def test_the_least_useful_is_evicted_first() -> None:
-    """Of a long prompt the first checkpoint stays, and some on the way; the unused are evicted before the used."""
+    """Of a long prompt the first checkpoint stays, and some after it; the unused are evicted before the used."""
     host = ToyHost(1, n_ubatch=8, checkpoint_cells=4, policy=DefaultPolicy(8))
     host.read({0: text(100)})
     found = lengths(host)
@@ -392,7 +392,7 @@ def test_a_conversation_needs_no_second_prefill() -> None:
     host.cache.clear(data=False)
     assert host.cache.checkpoints.resume(0, [*a, 1, 2]) == 60 and host.state(0) == state_of(a)
     assert host.cache.checkpoints.resume(0, [*b, 1]) == 50 and host.state(0) == state_of(b)
-    assert host.cache.checkpoints.resume(0, [*b, 1, 2]) == 50  # it is there already
+    assert host.cache.checkpoints.resume(0, [*b, 1, 2]) == 50  # it has that state already
     assert host.cache.checkpoints.resume(0, b[:20]) == 0 and host.state(0) == state_of(b)  # seq_rm rolls back
     assert host.cache.checkpoints.known_prefix([*a[:30], 0, 0]) == 30
 

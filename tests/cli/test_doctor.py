@@ -217,7 +217,7 @@ def test_in_a_source_tree_the_old_library_is_removed_first(monkeypatch, tmp_path
 # --- ggml ---
 
 
-def test_a_ggml_that_is_named_and_not_there(box: Machine) -> None:
+def test_a_named_ggml_that_does_not_exist(box: Machine) -> None:
     box.env["RCACHE_GGML"] = str(box.folder / "nowhere")
     ((part, what, command),) = needed(box.doctor(expect=1))
     assert (part, command) == ("ggml", "unset RCACHE_GGML")
@@ -317,13 +317,13 @@ def test_no_compiler(box: Machine) -> None:
 
 
 def test_an_adapter_that_is_built_needs_no_compiler(box: Machine) -> None:
-    kept = box.cache / f"llama-{VERSION}" / f"{build._source_key()}-compiler" / build.OBJECT_NAME
-    kept.parent.mkdir(parents=True)
-    kept.touch()
+    adapter = box.cache / f"llama-{VERSION}" / f"{build._source_key()}-compiler" / build.OBJECT_NAME
+    adapter.parent.mkdir(parents=True)
+    adapter.touch()
     box.env["PATH"] = str(box.folder)
     report = box.doctor(expect=0)
     assert report["problems"] == []
-    assert report["parts"]["llama"]["adapter"] == str(kept)
+    assert report["parts"]["llama"]["adapter"] == str(adapter)
     assert report["parts"]["llama"]["hostable"] is True
 
 

@@ -142,7 +142,7 @@ def test_what_is_not_a_row_changes_nothing(buffers: StateBuffers, data: object) 
 @pytest.mark.parametrize(
     "row", [("r", 0, 8), ("r", 0, -1), ("r", 0, 1.0), ("r", 1, 0), ("s", 2, 0), ("r", 4, 0), ("s", -1, 0), ("k", 0, 0)]
 )
-def test_rows_that_are_not_there(buffers: StateBuffers, row: Any) -> None:
+def test_missing_rows_are_refused(buffers: StateBuffers, row: Any) -> None:
     for call in (buffers.get_row, buffers.view_row, lambda *row: buffers.set_row(*row, data=bytes(24))):
         with pytest.raises(InvalidArgument):
             call(*row)
@@ -169,7 +169,7 @@ def test_clear_of_rows_larger_than_the_block_of_zeros(lib: SpyLib) -> None:
 
 
 @pytest.mark.parametrize("cell", [8, -1, 2**40, 1.5, "1"])
-def test_a_cell_that_is_not_there_changes_nothing(buffers: StateBuffers, cell: Any) -> None:
+def test_a_missing_cell_changes_nothing(buffers: StateBuffers, cell: Any) -> None:
     rows = fill(buffers)
     calls: list[Callable[[], None]] = [
         lambda: buffers.clear_rows([0, cell]),

@@ -261,7 +261,7 @@ static int32_t replay(void * data, int32_t seq_id, int32_t pos0, const int32_t *
                ? RCACHE_STATUS_OK : RCACHE_STATUS_BACKEND;
 }
 
-/* Going back: to a mark without reading, elsewhere with a replay, nowhere without one. */
+/* Rollback: to a mark without a replay, elsewhere with one; without a replay function it is refused. */
 int abi_run_checkpoints(const struct rcache_factory * factory, uint32_t flags) {
     const uint32_t n_embd[] = { 4 };
     struct rcache_spec spec = {
@@ -403,19 +403,19 @@ int abi_run_closed(const struct rcache_vtable * t) {
 }
 
 /* Keeps a table and calls it when the process ends, after Python has. */
-static const struct rcache_vtable * kept;
-static int kept_has_plan;
+static const struct rcache_vtable * open_table;
+static int open_has_plan;
 
 static void call_late(void) {
-    const int line = closed(kept, kept_has_plan);
-    kept->destroy(kept->user);
+    const int line = closed(open_table, open_has_plan);
+    open_table->destroy(open_table->user);
     printf("late calls: %s\n", line == 0 ? "closed" : "NOT closed");
     fflush(stdout);
 }
 
 int abi_call_at_exit(const struct rcache_vtable * table) {
-    kept = table;
-    kept_has_plan = table->s_copy(table->user, 0) >= 0;
+    open_table = table;
+    open_has_plan = table->s_copy(table->user, 0) >= 0;
     return atexit(call_late);
 }
 

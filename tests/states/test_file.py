@@ -79,7 +79,7 @@ def test_all_sequences_and_one_are_saved_and_loaded(tmp_path: Path, spec: CacheS
         assert left_overs(tmp_path) == []
 
 
-def test_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
+def test_an_empty_cache_is_loaded_as_one(tmp_path: Path) -> None:
     with RecurrentCache(SPEC, 3) as empty, used_cache() as other:
         empty.save(tmp_path / "all")
         empty.save(tmp_path / "one", 1)
@@ -589,7 +589,7 @@ def test_states_through_the_c_interface(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seq_id", [-1, 0, 2])
 def test_streams_in_c_that_fail_anywhere(mode: str, seq_id: int) -> None:
-    """0 is there and has a cell of its own, 2 is not: it goes to a free cell."""
+    """0 has a cell of its own, 2 is empty: it goes to a free cell."""
     with used_cache(n_cells=4) as cache, HostVTable(cache) as table:
         state, n = written(cache, -1 if seq_id < 0 else 1), 0
         fill(cache, 2)
@@ -698,7 +698,7 @@ def test_as_many_checkpoints_are_taken_as_fit(tmp_path: Path, room: int) -> None
         other.table.check()
         if room:
             assert len(other.checkpoints.all()) == room and other.stats().checkpoints_evicted == 0
-            assert 4 in [each.n_tokens for each in other.checkpoints.all()], "the first on the way is the most useful"
+            assert 4 in [each.n_tokens for each in other.checkpoints.all()], "the first is the most useful"
         assert written(other) == written(cache)
 
 

@@ -143,7 +143,7 @@ class Side:
 
     def exchanged(self, writer: str, kind: str, expected: dict[int, bytes]) -> dict[str, Any]:
         machine, path = self.machine, self.file(writer, kind)
-        if "partial" in kind:  # the attention half is there and has gone on
+        if "partial" in kind:  # the attention half exists and is ahead
             self.prepare(1)
             self.go_on(1, {0: 5})
         else:

@@ -3,7 +3,7 @@
 `NaiveCache` does what the seed file describes, one mutation after the other in the seed's order. It differs from the
 seed in these points, and in no other:
 
-(a) the head goes back to 0 when ``head > used + 2 * n_seqs`` (the seed counts tokens there);
+(a) the head returns to 0 when ``head > used + 2 * n_seqs`` (the seed counts tokens there);
 (b) rs_z: after placement it is the first cell of [min, max] that no cell's src names, or -1. Each cell of the window
     whose src is below 0 stages rs_z as the row to read, the others stage their src; then every cell of the window,
     empty ones too, has itself as src. The seed does that later, inside s_copy and s_mask;

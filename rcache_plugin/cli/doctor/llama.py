@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ...hosts.llama.adapter.build import Compiler, kept_object
+from ...hosts.llama.adapter.build import Compiler, cached_object
 from ...hosts.llama.adapter.errors import (
     CacheFolderError,
     CompilerNotFound,
@@ -111,15 +111,15 @@ def _adapter(part: Part, install: LlamaInstall) -> None:
         trouble = str(e).partition(";")[0]
     try:
         with using_cache():
-            kept = kept_object(install)
+            adapter = cached_object(install)
     except CacheFolderError as e:
         part.state = "broken"
         part.lines.append(f"adapter: {e}")
         return
     part.lines.append(f"compiler: {part.facts['compiler'] or 'none'}")
-    part.lines.append(f"adapter: {kept or 'not built'}")
-    part.facts["adapter"] = None if kept is None else str(kept)
-    if kept is not None:
+    part.lines.append(f"adapter: {adapter or 'not built'}")
+    part.facts["adapter"] = None if adapter is None else str(adapter)
+    if adapter is not None:
         return
     if trouble:
         part.state = "broken"

@@ -169,7 +169,7 @@ def checked_tensors(file: GgufFile, params: MambaParams) -> list[TensorInfo]:
             raise ModelError(f"{file.path}: tensor {name} is {info.type.name}; it must be F32, F16 or BF16")
     unknown = [name for name in file.tensors if name not in wanted]
     if unknown:
-        raise ModelError(f"{file.path}: tensor {unknown[0]} is unknown to this host ({len(unknown)} such tensors)")
+        raise ModelError(f"{file.path}: tensor {unknown[0]} is unknown to this host ({counted(len(unknown), 'such tensor')})")
     return sorted((file.tensors[name] for name in wanted), key=lambda info: info.offset)
 
 

@@ -191,7 +191,7 @@ def test_any_number_of_accepted_draft_tokens_equals_no_draft(script: Script) -> 
 
 
 @case(ROLLING_BACK, n_rs_seq=3)
-def test_single_tokens_are_taken_back_rightly_or_not_at_all(script: Script) -> Generator[None, Trace, None]:
+def test_single_tokens_are_rolled_back_rightly_or_not_at_all(script: Script) -> Generator[None, Trace, None]:
     for back in (1, 2, 3):
         script.decode({0: tokens(10)})
         for i in range(4):
@@ -237,7 +237,7 @@ def test_the_round_trip_of_a_state_is_exact(script: Script) -> Generator[None, T
 
 
 @case()
-def test_a_state_kept_on_the_device_comes_back_after_the_cells_moved(script: Script) -> Generator[None, Trace, None]:
+def test_a_state_saved_on_the_device_is_restored_after_the_cells_moved(script: Script) -> Generator[None, Trace, None]:
     script.decode({0: tokens(8), 1: tokens(20, 1)}).save("x", 1, ON_DEVICE).decode({1: [5]})
     script.cp(0, 2).decode({1: [6], 0: [7]}).rm(0).decode({3: tokens(4, 2)}).decode({2: [8], 1: [9]})
     script.load("x", 1, ON_DEVICE).at(1, 20).decode({1: [5]}).decode({2: [9]})
@@ -283,7 +283,7 @@ def test_a_rejected_state_spoils_nothing(script: Script) -> Generator[None, Trac
 
 @case()
 def test_after_a_rejected_state_the_sequence_can_start_at_zero(script: Script) -> Generator[None, Trace, None]:
-    """Without being cleared first, when its position says that nothing is there."""
+    """Without being cleared first, when its position says that it is empty."""
     script.decode({0: tokens(20), 1: tokens(9, 1)}).save("x", 0).edit("x", "short", cut=-1).load("short", 1)
     script.at(1, 0).decode({1: tokens(12, 2)}).at(1, 9).decode({1: tokens(12, 2)})
     script.new(1).decode({1: tokens(12, 2)}, context=1)

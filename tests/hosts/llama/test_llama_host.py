@@ -150,7 +150,7 @@ LOGITS = """
     else:
         if HOST == "ours":
             import rcache_plugin.hosts.llama
-            rcache_plugin.hosts.llama.install(checkpoint_cells=0)  # else the last token is read by itself
+            rcache_plugin.hosts.llama.install(checkpoint_cells=0)  # else the last token has a step of its own
         import llama_cpp
         llm = llama_cpp.Llama(MODEL, n_ctx=256, n_threads=2, logits_all=True, verbose=False)
         llm.eval(tokens)

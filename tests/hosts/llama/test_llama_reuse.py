@@ -154,7 +154,7 @@ def the_same_prompt_again_gives_the_same_text(conversation: Conversation) -> Non
     for i, n in enumerate((12, 5, 30, 1)):
         text, read, replayed = conversation.say(llm, prompt, n)
         assert text[:1] == first[:1] and read <= 1
-        # stock reads the last token of a prompt by itself in pure models only, the others come by that place once
+        # under exec the last token of a prompt has a step of its own in pure models only, the others replay it once
         stock = conversation.Llama is conversation.lib.Llama
         assert replayed == 0 or (i == 0 and not conversation.pure and stock), (n, replayed)
 

@@ -110,7 +110,7 @@ class Host:
         assert found == [len(ids) - 1 for ids in self.ids.values()], (found, {s: len(i) for s, i in self.ids.items()})
 
     def fresh(self, ids: Sequence[int], parts: Iterable[int] = ()) -> Array:
-        """Logits of the last token of `ids`, read anew; `parts` are where batches end before that."""
+        """Logits of the last token of `ids` after a full prefill; `parts` are where batches end before that."""
         self.lib.llama_memory_clear(self.machine.memory(1), True)
         first = 0
         for end in (*parts, len(ids)):
@@ -431,7 +431,7 @@ def impossible_requests_change_nothing(host: Host) -> None:
 
 @scenario(*HYBRIDS)
 def the_attention_half_rolls_back_with_the_other(host: Host) -> None:
-    """Saved states hold both halves: as long as those of a fresh run, so nothing is there twice or missing."""
+    """Saved states hold both halves: as long as those of a fresh run, so no entry is doubled or missing."""
     host.new(n_seq_max=1)
     for p0 in (1, 15, 31, 32, 39):
         host.rm(0, -1)
@@ -591,7 +591,7 @@ def after_an_abort_nothing_continues_by_itself(host: Host) -> None:
 
 @scenario()
 def after_an_abort_the_sequence_starts_at_zero_without_being_removed(host: Host) -> None:
-    """Where its position says that nothing is there."""
+    """Where its position says that it is empty."""
     host.new()
     host.read({0: tokens(20), 1: tokens(5, 1)})
     with host.aborting(30):

@@ -138,10 +138,10 @@ def build(
     progress: Progress | None = print,
     smoke: Smoke | None = None,
 ) -> Path:
-    """The compiled adapter for `install` (default: `find_install`), from the cache folder if it is there.
+    """The compiled adapter for `install` (default: `find_install`), from the cache folder if it was built before.
 
     A new one is compiled, checked and only then put in place; an old one is checked again when libllama has changed.
-    `force` compiles in any case. `progress` gets lines that say what takes its time; none when the adapter is there.
+    `force` compiles in any case. `progress` gets lines that say what takes its time; none when it was built before.
     `smoke` is called with the object (a new one: not yet in its final place) after the other checks, once for each
     libllama.
 
@@ -161,7 +161,7 @@ def build(
         return ready or _build(install, smoke, scratch, say)
 
 
-def kept_object(install: LlamaInstall) -> Path | None:
+def cached_object(install: LlamaInstall) -> Path | None:
     """The adapter in the cache folder, whether or not it was checked for this libllama; nothing is built.
 
     Without compiler, it is the one of any compiler: built in one image of a container, it is used in another. Raises
@@ -178,7 +178,7 @@ def kept_object(install: LlamaInstall) -> Path | None:
 def _ready(install: LlamaInstall, smoke: Smoke | None, say: Progress) -> Path | None:
     """The adapter in the cache folder, checked for this libllama."""
     with using_cache():
-        path = kept_object(install)
+        path = cached_object(install)
         if path is None:
             return None
         stamp = _stamp(path, install, smoke)

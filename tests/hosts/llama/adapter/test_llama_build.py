@@ -297,7 +297,7 @@ def test_the_cache_folder_is_the_users_or_the_one_named(monkeypatch, tmp_path: P
     assert folders.cache_dir() == Path.home() / "here"
 
 
-def test_a_stamp_that_cannot_be_kept_is_no_error(build_cache: Path, small_install: LlamaInstall, monkeypatch) -> None:
+def test_an_unwritable_stamp_is_no_error(build_cache: Path, small_install: LlamaInstall, monkeypatch) -> None:
     path = build.build(small_install, progress=None)
     os.utime(small_install.libllama, ns=(1, 1))
 

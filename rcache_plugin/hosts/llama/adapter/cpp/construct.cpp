@@ -100,7 +100,7 @@ void free_state(ggml_backend_buffer_t buffer) {
 } // namespace
 
 //
-// what Python calls (host.py)
+// functions for Python (host.py)
 //
 
 extern "C" {
