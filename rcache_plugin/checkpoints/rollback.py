@@ -20,7 +20,7 @@ from .store import Checkpoint, CheckpointStore
 Replay = Callable[[int, int, Int32Array], bool]
 """``replay(seq_id, pos0, tokens)`` has the tokens, int32 [n], read into a sequence from `pos0` on; false: it failed.
 
-Called by `RecurrentCache.seq_rm` while the sequence ends at ``pos0 - 1``; the tokens come back to `find_slot`.
+Called by `RecurrentCache.seq_rm` while the sequence ends at ``pos0 - 1``; `replay` calls `find_slot` for the tokens.
 """
 
 

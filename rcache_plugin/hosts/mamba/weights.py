@@ -169,7 +169,8 @@ def checked_tensors(file: GgufFile, params: MambaParams) -> list[TensorInfo]:
             raise ModelError(f"{file.path}: tensor {name} is {info.type.name}; it must be F32, F16 or BF16")
     unknown = [name for name in file.tensors if name not in wanted]
     if unknown:
-        raise ModelError(f"{file.path}: tensor {unknown[0]} is unknown to this host ({counted(len(unknown), 'such tensor')})")
+        such = counted(len(unknown), "such tensor")
+        raise ModelError(f"{file.path}: tensor {unknown[0]} is unknown to this host ({such})")
     return sorted((file.tensors[name] for name in wanted), key=lambda info: info.offset)
 
 
