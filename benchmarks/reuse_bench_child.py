@@ -165,7 +165,7 @@ def copies(path: str) -> dict[str, Any]:
     llm.eval(text(64, 9000))
     cache = llm.rcache
     calls = {"copies": 0, "writes": 0, "reads": 0, "bystanders": 0}
-    block = type(cache.buffers._memory)
+    block = type(cache.buffers._storage)
     watched = {"copy": "copies", "write": "writes", "zero": "writes", "read": "reads"}
     originals = {name: getattr(block, name) for name in watched}
 
