@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SETS = ("baseline", "avx2", "avx512", "native")
 PACKAGES = ("ggml", "llama_cpp")
@@ -119,36 +119,52 @@ def cpuinfo_flags(cpuinfo: Path) -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-ASK = """
+FIND = """
 import importlib.util, json, pathlib, sys
-from rcache_plugin.memory.processor import FEATURES, ggml_features, processor_features
 
 folder = pathlib.Path(importlib.util.find_spec(sys.argv[1]).origin).parent
-(base,) = {path.resolve() for path in folder.glob("lib*/libggml-base.*")}
-told = {feature.name for feature in FEATURES if feature.function}.intersection(processor_features() or ())
-print(json.dumps([str(base), ggml_features(base), sorted(told)]))
+print(json.dumps(sorted({str(path.resolve()) for path in folder.glob("lib*/libggml-base.*")})))
 """
-"""Run in a process for each copy, since a process can load one libggml-base."""
+"""A wheel has no links: what is one file with two more names elsewhere is three files there."""
+
+ASK = """
+import json, sys
+from rcache_plugin.memory.processor import FEATURES, ggml_features, processor_features
+
+told = {feature.name for feature in FEATURES if feature.function}.intersection(processor_features() or ())
+print(json.dumps([ggml_features(sys.argv[1]), sorted(told)]))
+"""
+"""Run in a process for each file, since a process should load one libggml-base."""
 
 
 def check(cpu: str, machine: str, has: frozenset[str]) -> int:
-    """Prints what each copy uses; 1 if one of them is not what `cpu` says."""
+    """Prints what each copy of ggml uses; 1 if one of them is not what `cpu` says, or none is there."""
     status = 0
     for package in PACKAGES:
-        done = subprocess.run([sys.executable, "-c", ASK, package], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"rcache: the ggml of {package} could not be asked (see above)", file=sys.stderr)
-            return 1
-        base, uses, told = json.loads(done.stdout)
-        if uses is None:
-            print(f"rcache: there is no libggml-cpu beside {base}", file=sys.stderr)
-            return 1
-        print(f"rcache: {package} says that it uses {' '.join(uses) or 'no extension'}")
-        wrong = difference(cpu, machine, has, frozenset(told), frozenset(uses))
-        if wrong:
-            print(f"rcache: {base} is not built for CPU={cpu}: it {wrong}", file=sys.stderr)
+        bases = _child(FIND, package)
+        if not bases:
+            print(f"rcache: {package} has no libggml-base", file=sys.stderr)
             status = 1
+        for base in bases:
+            uses, told = _child(ASK, base)
+            if uses is None:
+                print(f"rcache: there is no libggml-cpu beside {base}", file=sys.stderr)
+                status = 1
+                continue
+            print(f"rcache: the ggml of {package} ({Path(base).name}) uses {' '.join(uses) or 'no extension'}")
+            wrong = difference(cpu, machine, has, frozenset(told), frozenset(uses))
+            if wrong:
+                print(f"rcache: {base} is not built for CPU={cpu}: it {wrong}", file=sys.stderr)
+                status = 1
     return status
+
+
+def _child(code: str, argument: str) -> Any:
+    """What Python code prints as JSON. Ends this program when it fails, after its own words."""
+    done = subprocess.run([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"rcache: {argument} could not be asked (see above)")
+    return json.loads(done.stdout)
 
 
 def machine_line() -> str:
