@@ -9,6 +9,7 @@ ORACLE_EXAMPLES ?= 20000
 STATE_EXAMPLES ?= 200000
 CONVERSATIONS ?= 5000
 VERSION     ?= 0.3.34
+CPU         ?= baseline
 
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -25,8 +26,8 @@ export OMP_WAIT_POLICY ?= passive
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-conversations test-archs test-compat asan bench lint
-.PHONY: native clean distclean
+.PHONY: help demo test test-fuzz test-fuzz-state test-oracle test-conversations test-archs test-compat test-cpu asan
+.PHONY: bench lint native clean distclean
 
 help:
 	@echo 'make demo       generate text with the bundled model'
@@ -37,6 +38,7 @@ help:
 	@echo 'make test-conversations  $(CONVERSATIONS) random conversations in llama-cpp-python, each text as a fresh run gives it'
 	@echo 'make test-archs   parity with stock on every recurrent architecture'
 	@echo 'make test-compat  the host tests with another llama-cpp-python (VERSION=0.3.34)'
+	@echo 'make test-cpu     the host tests with ggml built for another instruction set (CPU=baseline|avx2|avx512|native)'
 	@echo 'make asan       the C test program under AddressSanitizer'
 	@echo 'make bench      the benchmarks'
 	@echo 'make lint       ruff and mypy --strict'
@@ -75,6 +77,10 @@ test-archs: $(STAMPS)/package $(STAMPS)/llama $(STAMPS)/test
 test-compat: $(STAMPS)/package
 	$(SAY) 'running the tests of the llama.cpp host with llama-cpp-python $(VERSION): builds it first, 6 to 12 minutes'
 	@sh scripts/test_compat.sh "$(VERSION)"
+
+test-cpu:
+	@$(PYTHON) scripts/check_machine.py
+	@PYTHON="$(PYTHON)" sh scripts/test_cpu.sh "$(CPU)"
 
 asan: $(STAMPS)/package $(STAMPS)/ggml
 	$(SAY) 'running the C test program under AddressSanitizer (and valgrind, if there is one): a few minutes'
