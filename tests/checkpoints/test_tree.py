@@ -133,7 +133,7 @@ def test_remove_below_the_root_does_not_join_the_root() -> None:
 def test_remove_of_what_is_not_stored_is_refused(word: str) -> None:
     tree = tree_of("abcd", "abxy")
     before = shape(tree), stored(tree)
-    with pytest.raises(InvalidArgument, match=f"these {len(word)} tokens"):
+    with pytest.raises(InvalidArgument, match=f"key of {len(word)} token"):
         tree.remove(ids(word))
     assert (shape(tree), stored(tree)) == before
 

@@ -45,7 +45,7 @@ enum rcache_spec_flags {
  * RCACHE_STATUS_OK, or anything else when it could not be done. */
 typedef int32_t (*rcache_replay)(void * data, int32_t seq_id, int32_t pos0, const int32_t * tokens, uint32_t n_tokens);
 
-/* What a cache is made from. Everything is copied during create. */
+/* What a cache is made from. Everything is read during create; no pointer is held. */
 struct rcache_spec {
     uint32_t abi_version;          /* RCACHE_ABI_VERSION of the host */
     uint32_t struct_size;          /* sizeof(struct rcache_spec) */
