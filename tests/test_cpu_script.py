@@ -1,4 +1,4 @@
-"""The instruction sets of `make test-cpu`: what a set needs is looked for first, and a build that differs is found."""
+"""Proves that `make test-cpu` checks first what an instruction set needs, and finds a build that differs."""
 
 from __future__ import annotations
 
