@@ -1,1 +1,1 @@
-"""Which states are kept, found again and rolled back to. Knows cells only."""
+"""Checkpoints: made, evicted, found by their tokens, rolled back to. Knows cells only."""
