@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from ... import __version__
+from ...errors import counted
 from ...hosts.llama.adapter.errors import CacheFolderError
 from ...hosts.llama.adapter.folders import ENV_CACHE_DIR, cache_dir
 from ...memory.processor import processor_features, processor_name
@@ -105,8 +106,3 @@ def n_bytes(path: Path) -> int:
 def mib(n: int) -> str:
     """Bytes for a reader."""
     return f"{n / 2**20:.1f} MiB"
-
-
-def counted(n: int, thing: str) -> str:
-    """A number and its noun."""
-    return f"{n} {thing}{'' if n == 1 else 's'}"
