@@ -17,8 +17,10 @@ import gguf
 import numpy as np
 import pytest
 
+from rcache_plugin.hosts.mamba import bundled_model
+
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = ROOT / "rcache_plugin" / "hosts" / "mamba" / "models" / "tiny-mamba.gguf"
+MODEL = bundled_model()
 MAKE_RANDOM = ROOT / "examples" / "make_random_gguf.py"
 
 # The hosts round alike but not to the bit, and by how much they differ depends on the processor: see `agreement`. So
