@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._access import Access
-from .cells.observers import Observers, PlanObserver
+from .cells.observers import Observers
 from .cells.planner import Planner
 from .cells.slots import CLASSIC, PLACEMENTS, SlotPlan, commit, discard
 from .cells.spec import CacheSpec
@@ -151,11 +151,10 @@ class RecurrentCache:
             self._rollback.check(ubatches)
             return self._planner.prepare(ubatches, self._can_move)
 
-    def find_slot(self, ubatch: UBatch, batch: int = 0, caller: PlanObserver | None = None) -> SlotPlan | None:
+    def find_slot(self, ubatch: UBatch, batch: int = 0) -> SlotPlan | None:
         """Finds a slot and commits it; None, with nothing changed, when there is no room.
 
         `batch` numbers the batch that the ubatch is a part of, if the host knows better than `prepare`; 0: it doesn't.
-        `caller` takes the plan from here; all other observers are told of it.
 
         A ubatch that `prepare` has planned on this very state is not planned again. Row `rs_z` is cleared when a
         sequence starts from it. With compact placement and all rows in host memory, rows of sequences that have no part
@@ -173,7 +172,7 @@ class RecurrentCache:
                 return None
             self._commit(plan)  # moves rows first
             self._rollback.after_step(ubatch, batch, bool(plan.gaps))
-            self._publish(plan, caller)
+            self._publish(plan)
             return plan
 
     def _can_move(self) -> bool:
@@ -192,10 +191,10 @@ class RecurrentCache:
                 self._drop_states(lambda: self.table.drop_cells(moved))
             raise
 
-    def _publish(self, plan: SlotPlan, caller: PlanObserver | None) -> None:
+    def _publish(self, plan: SlotPlan) -> None:
         self._planner.last = plan
         try:
-            self.observers.publish(plan, caller)
+            self.observers.publish(plan)  # inside the lock: C must not read an older plan than the table's
         except BaseException:  # a host that can't read the plan can't compute on the slot
             self._drop_states(lambda: discard(self.table, plan))
             raise

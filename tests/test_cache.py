@@ -9,7 +9,7 @@ import pytest
 from tables import same_columns
 
 import rcache_plugin.cells.slots
-from rcache_plugin import CacheSpec, RecurrentCache, UBatch
+from rcache_plugin import CacheSpec, HostVTable, RecurrentCache, TableClient, UBatch
 from rcache_plugin.errors import (
     AllocationError,
     ClosedError,
@@ -428,3 +428,24 @@ def test_resizing_moves_the_rows_of_checkpoints() -> None:
             cache.resize(n_cells)
             assert cache.table.size == n_cells + 2 and checkpoint.valid
             assert read_row(cache, cache.table.pin_cell(checkpoint.pin)) == {cell + 1.0}
+
+
+def test_a_plan_is_published_before_another_thread_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else C could be left with an older plan than the table's."""
+    got_in: list[bool] = []
+
+    def try_to_get_in() -> None:
+        got_in.append(cache._access.lock.acquire(blocking=False))
+        if got_in[-1]:
+            cache._access.lock.release()
+
+    def publish(plan: object) -> None:
+        if plan is not None:
+            other = threading.Thread(target=try_to_get_in)
+            other.start()
+            other.join()
+
+    with RecurrentCache(SPEC, 2, allocate=False) as cache, HostVTable(cache) as table:
+        monkeypatch.setattr(table, "publish", publish)
+        assert TableClient(table.address).find_slot(UBatch.single(0, 0)) is not None
+        assert got_in == [False]

@@ -277,14 +277,9 @@ def _find_slot(table: HostVTable, c: Any, slot: Any, prepared: int, continues_at
         published_at, last = table.published
         if published_at == continues_at and last is not None:
             ubatch = _next_ubatch(last.ubatch, c)
-    plan = table.cache.find_slot(_ubatch(c) if ubatch is None else ubatch, n_batches, table)
+    plan = table.cache.find_slot(_ubatch(c) if ubatch is None else ubatch, n_batches)
     if plan is None:
         return _NO_SLOT
-    try:
-        table.publish(plan)
-    except BaseException:  # a host that can't read the plan can't compute on the slot
-        table.cache.discard_slot()
-        raise
     slot.head, slot.n, slot.rs_z = plan.head, plan.n, plan.rs_z
     return _OK
 

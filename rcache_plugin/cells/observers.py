@@ -36,12 +36,10 @@ class Observers:
             if observer is not None:
                 yield observer
 
-    def publish(self, plan: SlotPlan | None, but: PlanObserver | None = None) -> None:
-        """Tells all of a plan, except `but`, which has it already."""
-        if but is None or len(self._refs) > 1:
-            for observer in self:
-                if observer is not but:
-                    observer.publish(plan)
+    def publish(self, plan: SlotPlan | None) -> None:
+        """Tells all of a plan."""
+        for observer in self:
+            observer.publish(plan)
 
     def changed(self) -> None:
         """Tells all of a change."""
